@@ -1,0 +1,45 @@
+# Every target sets up what it needs in .venv and is quick the second time.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+
+.PHONY: demo test docs ridge format clean
+
+demo: .venv/.demo  ## tune an MLP on scikit-learn's digits with every method, against fixed hyperparameters
+	$(BIN)/python -m applications.digits
+
+test: .venv/.test  ## lint, types, tests, doctests and docs
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -n 2
+	$(MAKE) --no-print-directory docs
+
+docs: .venv/.test  ## the HTML pages in docs/_build/html
+	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -b html docs docs/_build/html
+
+ridge: .venv/.demo  ## ridge regression on the UCI sets in DATA, against the closed-form optimum
+	$(BIN)/python -m applications.ridge --data $(DATA)
+
+format: .venv/.test
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:
+	rm -rf .venv docs/_build .hypothesis .pytest_cache .mypy_cache .ruff_cache
+
+.venv/bin/python:
+	$(PYTHON) -m venv .venv
+
+# torch comes first, alone: a later range then finds it installed and fetches nothing else.
+.venv/.torch: constraints.txt | .venv/bin/python
+	$(PIP) "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
+	@touch $@
+
+.venv/.demo: pyproject.toml .venv/.torch
+	$(PIP) --editable ".[applications,plot]"
+	@touch $@
+
+.venv/.test: pyproject.toml .venv/.torch
+	$(PIP) --editable ".[applications,docs,plot,test]"
+	@touch $@

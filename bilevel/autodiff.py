@@ -1,0 +1,61 @@
+"""Derivatives as pure functions of tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
+
+
+def linearize(
+    function: Callable[..., Any], params: Mapping[str, Tensor], tangents: Mapping[str, Tensor]
+) -> Callable[..., Any]:
+    r"""The first-order Taylor expansion of a function in its first argument (``eq:lin-network``).
+
+    .. math:: x \mapsto f(w_0, x) + \mathbf{J}_{yw} \Delta w
+
+    by one pass of forward-mode differentiation. Raw dual numbers rather than ``torch.func.jvp``, which refuses the
+    in-place statistics of BatchNorm.
+
+    Args:
+        function: Called as ``function(params, *args, **kwargs)``; may return nested tuples, lists and dicts.
+        params: The point :math:`w_0`.
+        tangents: The direction :math:`\Delta w`, by the same names.
+
+    Returns:
+        A function of the remaining arguments.
+
+    Example:
+        >>> import torch
+        >>> square = linearize(lambda p: p["w"] ** 2, {"w": torch.tensor(3.0)}, {"w": torch.tensor(0.5)})
+        >>> square()  # 3 ** 2 + 2 * 3 * 0.5, not 3.5 ** 2
+        tensor(12.)
+    """
+
+    def linearized(*args: Any, **kwargs: Any) -> Any:
+        # The fused attention kernels have no forward mode; the plain one has.
+        with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
+            duals = {name: forward_ad.make_dual(value, tangents[name]) for name, value in params.items()}
+            try:
+                output = function(duals, *args, **kwargs)
+            except (NotImplementedError, RuntimeError) as error:
+                if "forward AD" in str(error) or "forward mode" in str(error):
+                    error.add_note(
+                        "The network contains an operation without forward-mode differentiation, which delta_stn "
+                        "needs. Use method='centered_stn', or replace the operation (nn.LSTM and nn.GRU: use cells)."
+                    )
+                raise
+            return pytree.tree_map(_primal_plus_tangent, output)
+
+    return linearized
+
+
+def _primal_plus_tangent(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    primal, tangent = forward_ad.unpack_dual(leaf)
+    return primal if tangent is None else primal + tangent

@@ -1,0 +1,79 @@
+"""What losses and networks are built from: penalties, and dropout whose rate is a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+
+def l2(params: Mapping[str, Tensor] | Iterable[Tensor]) -> Tensor:
+    r"""The sum of squares :math:`\sum_i w_i^2` of all weights, without a factor one half.
+
+    Args:
+        params: ``model.params``, or any tensors.
+
+    Returns:
+        A scalar.
+
+    Example:
+        >>> l2({"w": torch.tensor([1.0, 2.0]), "b": torch.tensor(3.0)})
+        tensor(14.)
+    """
+    return torch.stack([weight.square().sum() for weight in _tensors(params)]).sum()
+
+
+def l1(params: Mapping[str, Tensor] | Iterable[Tensor]) -> Tensor:
+    r"""The sum of absolute values :math:`\sum_i |w_i|` of all weights.
+
+    Args:
+        params: ``model.params``, or any tensors.
+
+    Returns:
+        A scalar.
+
+    Example:
+        >>> l1({"w": torch.tensor([1.0, -2.0])})
+        tensor(3.)
+    """
+    return torch.stack([weight.abs().sum() for weight in _tensors(params)]).sum()
+
+
+def dropout(x: Tensor, rate: Tensor | float, *, training: bool = True) -> Tensor:
+    r"""Zero each entry with probability ``rate`` and scale the others by :math:`1 / (1 - rate)`.
+
+    The rate may be a tensor, so that it can be a hyperparameter. It is detached: a mask has no derivative, and the
+    factor :math:`1 / (1 - rate)` alone would give a wrong one.
+
+    Args:
+        x: Any tensor.
+        rate: In [0, 1); a scalar, or one value per example, shape ``(len(x),)``.
+        training: Return ``x`` unchanged if false.
+
+    Returns:
+        A tensor like ``x``.
+
+    Raises:
+        ValueError: If ``rate`` is neither a scalar nor one value per example.
+
+    Example:
+        >>> dropout(torch.ones(3), 0.0)
+        tensor([1., 1., 1.])
+    """
+    if not training:
+        return x
+    rate = torch.as_tensor(rate, dtype=x.dtype, device=x.device).detach()
+    if rate.ndim:
+        if rate.shape != x.shape[:1]:
+            raise ValueError(
+                f"dropout: rate must be a scalar or have shape ({x.shape[0] if x.ndim else ''},), one per example; "
+                f"got {tuple(rate.shape)} for x of shape {tuple(x.shape)}."
+            )
+        rate = rate.reshape(-1, *[1] * (x.ndim - 1))
+    keep = torch.rand_like(x) >= rate
+    return x * keep / (1 - rate)
+
+
+def _tensors(params: Mapping[str, Tensor] | Iterable[Tensor]) -> list[Tensor]:
+    return list(params.values() if isinstance(params, Mapping) else params)

@@ -1,0 +1,452 @@
+"""``bilevel.solve``: the loop over a :class:`bilevel.Solver`, and what it returns."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterable, Sequence, Sized
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from bilevel.history import History, plot
+from bilevel.hyper import Space
+from bilevel.problem import Problem
+from bilevel.response import Method
+from bilevel.rng import Stream
+from bilevel.solver import (
+    DivergenceError,
+    OptimizerFactory,
+    OuterStep,
+    SchedulerFactory,
+    Solver,
+    check_integer,
+    check_loader,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclass(frozen=True)
+class Best:
+    """Where the full validation loss was lowest.
+
+    Attributes:
+        round: The round after which it was measured.
+        validation_loss: The outer loss over all of ``valid``.
+        inner_loss: The mean inner loss of that round.
+        hyper: Hyperparameters in natural units.
+        params: Weights by name.
+        state_dict: Weights and buffers under the names of the user's module.
+    """
+
+    round: int
+    validation_loss: float
+    inner_loss: float
+    hyper: dict[str, Tensor]
+    params: dict[str, Tensor] = field(repr=False)
+    state_dict: dict[str, Any] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The result of :func:`solve`.
+
+    Attributes:
+        hyper: The final hyperparameters in natural units.
+        params: The weights at the final hyperparameters, by name.
+        state_dict: The same with buffers, tied and frozen parameters: loads strictly into the user's module.
+        best: The same at the best full validation pass; None if the run ended before the first one.
+        history: Losses, hyperparameters, hypergradient norm, scale and time, one row per outer step.
+        stopped: Why the run ended: ``"steps"``, ``"epochs"``, ``"patience"``, ``"time"``, ``"callback"``,
+            ``"interrupted"`` or ``"diverged"``.
+        solver: The solver, to go on or to look closer.
+    """
+
+    hyper: dict[str, Tensor]
+    params: dict[str, Tensor] = field(repr=False)
+    state_dict: dict[str, Any] = field(repr=False)
+    best: Best | None
+    history: History = field(repr=False)
+    stopped: str
+    solver: Solver = field(repr=False)
+
+    def plot(self, path: str | Path | None = None) -> Figure:
+        """Draw losses and hyperparameter schedules in natural units.
+
+        Args:
+            path: Save the figure there, if given.
+
+        Returns:
+            A matplotlib figure.
+
+        Raises:
+            ValueError: If the history is empty.
+        """
+        if not self.history:
+            raise ValueError("there is nothing to plot: the run ended before its first round.")
+        columns = {name: list(Space.columns({name: value})) for name, value in self.hyper.items()}
+        return plot(self.history, columns, path)
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a callback sees after every round.
+
+    Attributes:
+        solver: The solver.
+        index: Counted from 1.
+        row: The newest row of the history.
+        outer: The last outer step; None in the warm-up.
+        validation_loss: Of the full validation pass, if there was one.
+        inner_aux: What the inner loss last returned beside its value.
+    """
+
+    solver: Solver
+    index: int
+    row: dict[str, float]
+    outer: OuterStep | None
+    validation_loss: float | None
+    inner_aux: Any
+
+
+def solve(
+    problem: Problem,
+    train: Iterable[Any] | None = None,
+    valid: Iterable[Any] | None = None,
+    *,
+    method: str | Method = "delta_stn",
+    inner_optimizer: OptimizerFactory | None = None,
+    outer_optimizer: OptimizerFactory | None = None,
+    response_optimizer: OptimizerFactory | None = None,
+    inner_scheduler: SchedulerFactory | None = None,
+    outer_scheduler: SchedulerFactory | None = None,
+    inner_clip: float | None = None,
+    outer_clip: float | None = None,
+    inner_steps: int = 5,
+    outer_steps: int = 1,
+    warmup: int = 0,
+    steps: int | None = None,
+    epochs: int | None = None,
+    evaluate_every: int | None = None,
+    patience: int | None = None,
+    time_budget: float | None = None,
+    callbacks: Sequence[Callable[[Round], bool | None]] = (),
+    progress: bool | None = None,
+    seed: int = 0,
+) -> Solution:
+    r"""Solve a bilevel problem: train the weights and tune the hyperparameters in one run.
+
+    A round is ``inner_steps`` inner updates, then ``outer_steps`` outer updates (``alg:dstn-training``).
+
+    Args:
+        problem: What to solve.
+        train: Batches for the inner loss, any re-iterable; None if it needs none.
+        valid: Batches for the outer loss, likewise.
+        method: A name in ``bilevel.METHODS`` or an instance such as ``bilevel.DeltaSTN(entropy=1e-3)``.
+        inner_optimizer: As in :class:`Solver`, and so are the other optimizers, schedulers and clips.
+        outer_optimizer: See there.
+        response_optimizer: See there.
+        inner_scheduler: Advances once per epoch if ``epochs`` is given, otherwise once per round; a
+            ``ReduceLROnPlateau`` advances with every full validation pass instead.
+        outer_scheduler: Likewise.
+        inner_clip: See there.
+        outer_clip: See there.
+        inner_steps: :math:`T_{\text{train}}`.
+        outer_steps: :math:`T_{\text{valid}}`.
+        warmup: Rounds in which the hyperparameters do not move; perturbations stay on.
+        steps: Number of rounds, 1000 unless ``epochs`` is given.
+        epochs: Number of passes over ``train``, instead of ``steps``.
+        evaluate_every: Rounds between full validation passes; by default one after every pass over ``train``.
+        patience: Stop after that many full validation passes without a new best.
+        time_budget: Stop after that many seconds.
+        callbacks: Called with a :class:`Round` after every round; one that returns True ends the run.
+        progress: Show a progress bar; by default unless the environment variable ``CI`` is set.
+        seed: Of the solver's own random streams; the global random state is not touched.
+
+    Returns:
+        The solution. After an interrupt from the keyboard, the solution so far.
+
+    Raises:
+        DivergenceError: If a loss or gradient is not finite; its ``solution`` is the last good one.
+        ValueError: If the arguments do not go together.
+
+    Example:
+        >>> import torch, bilevel
+        >>> problem = bilevel.Problem(
+        ...     {"w": torch.zeros(())},
+        ...     inner_loss=lambda model, hyper, batch: (model.params["w"] - hyper["target"]) ** 2,
+        ...     outer_loss=lambda model, hyper, batch: (model.params["w"] - 3) ** 2,
+        ...     hyper={"target": bilevel.real(0.0)},
+        ... )
+        >>> solution = bilevel.solve(
+        ...     problem, steps=300, progress=False,
+        ...     inner_optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        ...     outer_optimizer=lambda params: torch.optim.SGD(params, lr=0.1),
+        ... )
+        >>> round(float(solution.hyper["target"]), 3)
+        3.0
+    """
+    check_loader("train", train)
+    check_loader("valid", valid)
+    _check_run(
+        callbacks,
+        progress,
+        time_budget,
+        counts={"inner_steps": (inner_steps, 1), "outer_steps": (outer_steps, 1), "warmup": (warmup, 0)},
+        optional={"steps": steps, "epochs": epochs, "evaluate_every": evaluate_every, "patience": patience},
+    )
+    if epochs is not None and train is None:
+        raise ValueError("epochs counts passes over train, which is None: give steps instead.")
+    solver = Solver(
+        problem,
+        method=method,
+        inner_optimizer=inner_optimizer,
+        outer_optimizer=outer_optimizer,
+        response_optimizer=response_optimizer,
+        inner_scheduler=inner_scheduler,
+        outer_scheduler=outer_scheduler,
+        inner_clip=inner_clip,
+        outer_clip=outer_clip,
+        seed=seed,
+    )
+    limit = 1000 if steps is None and epochs is None else steps
+    run = _Run(
+        solver=solver,
+        train=Feed("train", train, solver.streams["data"]),
+        valid=Feed("valid", valid, solver.streams["data"]),
+        valid_loader=valid,
+        inner_steps=inner_steps,
+        outer_steps=outer_steps,
+        warmup=warmup,
+        evaluate_every=evaluate_every,
+        schedule_by_epoch=epochs is not None,
+    )
+    try:
+        with _progress_bar(_expected_rounds(train, inner_steps, limit, epochs), progress) as bar:
+            while run.stopped is None:
+                event = run.round()
+                bar.update()
+                bar.set_postfix_str(_postfix(event), refresh=False)
+                if any([callback(event) for callback in callbacks]):
+                    run.stopped = "callback"
+                elif limit is not None and event.index >= limit:
+                    run.stopped = "steps"
+                elif epochs is not None and run.train.passes >= epochs:
+                    run.stopped = "epochs"
+                elif patience is not None and run.stale >= patience:
+                    run.stopped = "patience"
+                elif time_budget is not None and run.seconds >= time_budget:
+                    run.stopped = "time"
+            run.finish()
+    except KeyboardInterrupt:
+        run.stopped = "interrupted"
+    except DivergenceError as error:
+        run.stopped = "diverged"
+        error.solution = run.solution()
+        raise
+    return run.solution()
+
+
+class Feed:
+    """The batches of a re-iterable, over and over, drawn inside a random stream.
+
+    Attributes:
+        passes: How many times all batches have been given out.
+    """
+
+    def __init__(self, name: str, loader: Iterable[Any] | None, stream: Stream) -> None:
+        """Feed from ``loader``; None feeds None."""
+        self.name = name
+        self.loader: Iterable[Any] = [None] if loader is None else loader
+        self.stream = stream
+        self.passes = 0
+        self._length = _length(self.loader)
+        self._given = 0
+        self._iterator: Any = None
+
+    def __next__(self) -> Any:
+        """The next batch.
+
+        Returns:
+            Whatever the loader yields.
+
+        Raises:
+            ValueError: If a pass yields no batch.
+        """
+        with self.stream():
+            if self._iterator is None:
+                self._iterator = iter(self.loader)
+            for batch in self._iterator:
+                self._given += 1
+                if self._given == self._length:
+                    self._end_pass()
+                return batch
+            if self._given == 0:
+                raise ValueError(f"{self.name} yielded no batch in pass {self.passes + 1}: give at least one batch.")
+            self._end_pass()
+        return next(self)
+
+    def _end_pass(self) -> None:
+        self.passes += 1
+        self._given = 0
+        self._iterator = None
+
+
+@dataclass(kw_only=True)
+class _Run:
+    """The state of one call of :func:`solve`."""
+
+    solver: Solver
+    train: Feed
+    valid: Feed
+    valid_loader: Iterable[Any] | None
+    inner_steps: int
+    outer_steps: int
+    warmup: int
+    evaluate_every: int | None
+    schedule_by_epoch: bool
+    history: History = field(default_factory=History)
+    best: Best | None = None
+    stale: int = 0
+    stopped: str | None = None
+    rounds: int = 0
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def seconds(self) -> float:
+        """Time since the run started."""
+        return time.perf_counter() - self.started
+
+    def round(self) -> Round:
+        """Run one round and record it."""
+        index, passes = self.rounds + 1, self.train.passes
+        losses = []
+        for _ in range(self.inner_steps):
+            batch = next(self.train)
+            losses.append(self.solver.inner_step(batch))
+        inner_loss = torch.stack(losses).mean()
+        outer = None
+        rows = []
+        if index <= self.warmup:
+            self.solver.check()
+            rows.append(self._row(index, inner_loss, None))
+        for _ in range(0 if index <= self.warmup else self.outer_steps):
+            outer = self.solver.outer_step(batch, next(self.valid))
+            rows.append(self._row(index, inner_loss, outer))
+        new_passes = self.train.passes - passes
+        for _ in range(new_passes if self.schedule_by_epoch else 1):
+            self.solver.schedule()
+        if new_passes if self.evaluate_every is None else index % self.evaluate_every == 0:
+            self._evaluate(index, rows[-1])
+        self.rounds = index
+        for row in rows:
+            self.history.append(row)
+        return Round(
+            solver=self.solver,
+            index=index,
+            row=rows[-1],
+            outer=outer,
+            validation_loss=rows[-1].get("validation_loss"),
+            inner_aux=self.solver.inner_aux,
+        )
+
+    def finish(self) -> None:
+        """Measure the validation loss of the last round, if it has not been."""
+        if "validation_loss" not in self.history.rows[-1]:
+            self._evaluate(self.rounds, self.history.rows[-1])
+
+    def solution(self) -> Solution:
+        """What the user gets."""
+        return Solution(
+            hyper=dict(self.solver.hyper),
+            params=self.solver.params,
+            state_dict=self.solver.module_state_dict,
+            best=self.best,
+            history=self.history,
+            stopped=self.stopped or "",
+            solver=self.solver,
+        )
+
+    def _evaluate(self, index: int, row: dict[str, float]) -> None:
+        loss = self.solver.evaluate(self.valid_loader)
+        row["validation_loss"] = loss
+        self.solver.schedule(loss)
+        self.stale += 1
+        if self.best is None or loss < self.best.validation_loss:
+            self.stale = 0
+            self.best = Best(
+                round=index,
+                validation_loss=loss,
+                inner_loss=row["inner_loss"],
+                hyper=dict(self.solver.hyper),
+                params=self.solver.params,
+                state_dict=self.solver.module_state_dict,
+            )
+
+    def _row(self, index: int, inner_loss: Tensor, outer: OuterStep | None) -> dict[str, float]:
+        """A row of the history, read from the device in one go."""
+        space = self.solver.problem.space
+        columns = {"inner_loss": inner_loss}
+        if outer is not None:
+            columns |= {"outer_loss": outer.loss, "hypergradient_norm": outer.hypergradient.norm()}
+        columns |= space.columns(self.solver.hyper)
+        if self.solver.response.scale is not None:
+            scale = space.split(self.solver.response.scale().detach())
+            columns |= {f"scale.{name}": value for name, value in space.columns(scale).items()}
+        values = torch.stack([value.to(self.solver.vector.dtype) for value in columns.values()]).tolist()
+        return {"round": index, "seconds": self.seconds, **dict(zip(columns, values, strict=True))}
+
+
+def _check_run(
+    callbacks: Any, progress: Any, time_budget: Any, counts: dict[str, tuple[Any, int]], optional: dict[str, Any]
+) -> None:
+    for name, (value, minimum) in counts.items():
+        check_integer(name, value, minimum)
+    for name, value in optional.items():
+        if value is not None:
+            check_integer(name, value, 1)
+    if optional["steps"] is not None and optional["epochs"] is not None:
+        raise ValueError(f"give steps or epochs, not both; got steps={optional['steps']}, epochs={optional['epochs']}.")
+    if time_budget is not None:
+        if isinstance(time_budget, bool) or not isinstance(time_budget, int | float):
+            raise TypeError(f"time_budget must be a number of seconds or None, got {time_budget!r}.")
+        if not time_budget > 0:
+            raise ValueError(f"time_budget must be a positive number of seconds, got {time_budget}.")
+    if progress not in {None, True, False}:
+        raise TypeError(f"progress must be True, False or None, got {progress!r}.")
+    if not isinstance(callbacks, Sequence) or not all(callable(callback) for callback in callbacks):
+        raise TypeError(f"callbacks must be a list of functions of a bilevel.Round, got {callbacks!r}.")
+
+
+def _length(loader: Iterable[Any] | None) -> int | None:
+    if not isinstance(loader, Sized):
+        return None
+    try:
+        return len(loader)
+    except TypeError:  # a DataLoader over an IterableDataset has __len__ but no length
+        return None
+
+
+def _expected_rounds(
+    train: Iterable[Any] | None, inner_steps: int, steps: int | None, epochs: int | None
+) -> int | None:
+    length = _length(train)
+    return steps if epochs is None or length is None else math.ceil(epochs * length / inner_steps)
+
+
+def _progress_bar(total: int | None, progress: bool | None) -> tqdm[NoReturn]:
+    show = not os.environ.get("CI") if progress is None else progress
+    return tqdm(total=total, disable=not show, unit="round", dynamic_ncols=True)
+
+
+def _postfix(event: Round) -> str:
+    hidden = {"round", "seconds", "hypergradient_norm"}
+    shown = {n: v for n, v in event.row.items() if n not in hidden and not n.startswith("scale.")}
+    return ", ".join(f"{name} {value:.4g}" for name, value in list(shown.items())[:8])

@@ -1,0 +1,45 @@
+"""The methods, one file each, and their names."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from bilevel.hyper import suggest
+from bilevel.response.base import BestResponse, Method
+from bilevel.response.centered_stn import CenteredSTN
+from bilevel.response.delta_stn import DeltaSTN
+from bilevel.response.stn import STN
+
+METHODS: Mapping[str, Method] = MappingProxyType({
+    "stn": STN(),
+    "centered_stn": CenteredSTN(),
+    "delta_stn": DeltaSTN(),
+})
+"""Every method by name, with its default settings."""
+
+
+def get_method(method: str | Method) -> Method:
+    """Look up a method by name; an instance is returned as it is.
+
+    Returns:
+        The settings of the method.
+
+    Raises:
+        TypeError: If it is neither a name nor a method.
+        ValueError: If there is no method of that name.
+
+    Example:
+        >>> get_method("stn") == STN()
+        True
+    """
+    if isinstance(method, Method):
+        return method
+    if isinstance(method, type) and issubclass(method, Method):
+        raise TypeError(f"method must be an instance, got the class {method.__name__}: write {method.__name__}().")
+    if not isinstance(method, str):
+        raise TypeError(f"method must be a name or a method such as DeltaSTN(), got {type(method).__name__}.")
+    if method not in METHODS:
+        raise ValueError(f"unknown method {method!r}: {suggest(method, METHODS)}")
+    return METHODS[method]
+
+
+__all__ = ["METHODS", "STN", "BestResponse", "CenteredSTN", "DeltaSTN", "Method", "get_method"]

@@ -1,0 +1,135 @@
+r"""What a method is: settings, bound to a problem, become a differentiable best response.
+
+The value of a best response at :math:`\lambda` is the current weights; its derivative is the method's approximation of
+:math:`\partial r / \partial \lambda`. The hypergradient is then always the gradient of
+``outer_loss(response(hyper), hyper)`` (``eq:valid-loss-decompose``), whatever the method.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from bilevel.hyper import Scale
+from bilevel.problem import Loss, Model, Problem, Variables
+from bilevel.structure.dense import check_memory
+
+
+class Method(ABC):
+    """Settings of a method: a frozen dataclass that can be printed and compared, and holds no state."""
+
+    @abstractmethod
+    def bind(self, problem: Problem) -> BestResponse:
+        """Create the best response that these settings describe.
+
+        Args:
+            problem: What it responds to.
+
+        Returns:
+            A new module; its weights start at those of the problem.
+        """
+
+
+class BestResponse(nn.Module, ABC):
+    r"""A differentiable best response, :math:`\lambda \mapsto r(\lambda)`.
+
+    Holds everything that is learned at the inner level: ``inner``, the weights and buffers; and whatever parameters the
+    method adds, which get an optimizer of their own. ``hyper`` is always the unconstrained vector.
+
+    Attributes:
+        problem: What it responds to.
+        inner: Weights and buffers, started at those of the problem.
+        scale: The perturbation scale, or None for a method that does not perturb.
+    """
+
+    def __init__(self, problem: Problem) -> None:
+        """Copy the weights and buffers of the problem."""
+        super().__init__()
+        self.problem = problem
+        self.inner = Variables(problem)
+        self.scale: Scale | None = None
+
+    @abstractmethod
+    def inner_loss(self, hyper: Tensor, batch: Any) -> Iterator[Loss]:
+        """The terms whose sum the parameters of this module minimise.
+
+        A generator: each term is differentiated before the next one is computed, so that one graph is alive at a time.
+        The first term is the one to report.
+
+        Args:
+            hyper: The current hyperparameters, shape ``(h,)``.
+            batch: For the inner loss.
+
+        Yields:
+            One loss per term.
+        """
+
+    @abstractmethod
+    def forward(self, hyper: Tensor, train_batch: Any = None, center: Tensor | None = None) -> Model:
+        r"""The model at ``hyper``, differentiable in it.
+
+        Args:
+            hyper: Shape ``(h,)``.
+            train_batch: For methods whose derivative needs the inner loss.
+            center: The point :math:`\lambda_0` that the current weights belong to; ``hyper`` itself by default.
+
+        Returns:
+            A model whose ``params`` are :math:`r(\lambda)`.
+        """
+
+    def jvp(self, hyper: Tensor, tangent: Tensor, train_batch: Any = None) -> dict[str, Tensor]:
+        r"""The change of the weights along a direction, :math:`\frac{\partial r}{\partial \lambda} v`.
+
+        Args:
+            hyper: Shape ``(h,)``.
+            tangent: The direction v, shape ``(h,)``.
+            train_batch: As in :meth:`forward`.
+
+        Returns:
+            One tensor per parameter, of its shape.
+        """
+        with torch.no_grad(), forward_ad.dual_level():
+            dual = forward_ad.make_dual(hyper.detach(), tangent)
+            params = self(dual, train_batch, hyper.detach()).params
+            tangents = {name: forward_ad.unpack_dual(value).tangent for name, value in params.items()}
+            return {name: torch.zeros_like(params[name]) if t is None else t for name, t in tangents.items()}
+
+    def vjp(self, hyper: Tensor, cotangent: Mapping[str, Tensor], train_batch: Any = None) -> Tensor:
+        r"""The transposed action, :math:`(\frac{\partial r}{\partial \lambda})^\top u`.
+
+        Args:
+            hyper: Shape ``(h,)``.
+            cotangent: The weights u, by name.
+            train_batch: As in :meth:`forward`.
+
+        Returns:
+            A tensor of shape ``(h,)``.
+        """
+        leaf = hyper.detach().requires_grad_()
+        params = self(leaf, train_batch).params
+        outputs = [value for value in params.values() if value.requires_grad]
+        cotangents = [cotangent[name] for name, value in params.items() if value.requires_grad]
+        if not outputs:
+            return torch.zeros_like(leaf)
+        (gradient,) = torch.autograd.grad(outputs, leaf, cotangents, allow_unused=True)
+        return torch.zeros_like(leaf) if gradient is None else gradient
+
+    def jacobian(self, hyper: Tensor, train_batch: Any = None, *, max_gigabytes: float = 4.0) -> Tensor:
+        r"""The dense best-response Jacobian :math:`\frac{\partial r}{\partial \lambda}`, for small problems.
+
+        Args:
+            hyper: Shape ``(h,)``.
+            train_batch: As in :meth:`forward`.
+            max_gigabytes: Refuse to build a larger matrix.
+
+        Returns:
+            A matrix of shape ``(m, h)``: the parameters flattened in order.
+        """
+        check_memory(self.problem.params, hyper.numel(), max_gigabytes)
+        columns = [self.jvp(hyper, direction, train_batch) for direction in torch.eye(hyper.numel()).to(hyper)]
+        return torch.stack([torch.cat([part.flatten() for part in column.values()]) for column in columns], dim=1)

@@ -1,0 +1,96 @@
+r"""Δ-STN (Bae and Grosse, 2020): a centered STN whose predictions are linearised.
+
+The weights respond as in the centered STN, :math:`w_0 + \Theta \epsilon`. Where :math:`\Theta` is trained, predictions
+are replaced by their first-order expansion (``eq:lin-network``),
+
+.. math:: f(x, w_0, \lambda_0 + \epsilon, \xi) + \mathbf{J}_{yw}\,\Theta \epsilon,
+
+so that :math:`\Theta` learns the Jacobian at :math:`\lambda_0` rather than a fit to a nonlinear neighbourhood. Weights
+that a penalty reads (``model.params``) are affine already and stay as they are. The outer loss is not linearised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import Tensor
+
+from bilevel.autodiff import linearize
+from bilevel.problem import Loss, Model, Problem
+from bilevel.response.hypernetwork import Hypernetwork, HypernetworkResponse
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class DeltaSTN(Hypernetwork):
+    r"""Δ-STN: :math:`w_0 + \Theta (\lambda - \lambda_0)`, with :math:`\Theta` trained on linearised predictions.
+
+    The method of choice for regularization of a network during one training run. The network must support forward-mode
+    differentiation (``nn.LSTM`` does not).
+
+    Example:
+        >>> DeltaSTN(entropy=1e-3)
+        DeltaSTN(scale=1.0, entropy=0.001, perturb_outer=None, max_gigabytes=4.0)
+    """
+
+    def bind(self, problem: Problem) -> DeltaResponse:
+        """Create the response.
+
+        Args:
+            problem: What it responds to.
+
+        Returns:
+            A response of the problem's weights, with zero slopes.
+        """
+        return DeltaResponse(problem, self)
+
+
+@final
+class DeltaResponse(HypernetworkResponse):
+    r"""The learned :math:`\theta = \{w_0, \Theta\}`."""
+
+    def inner_loss(self, hyper: Tensor, batch: Any) -> Iterator[Loss]:
+        r"""The unperturbed loss for :math:`w_0`, then the perturbed and linearised one for :math:`\Theta`.
+
+        Args:
+            hyper: The current hyperparameters.
+            batch: For the inner loss.
+
+        Yields:
+            The two losses.
+        """
+        yield self.problem.inner_loss(self.inner.model(self.inner.params(), update_buffers=True), hyper, batch)
+        noise = self.perturbation()
+        yield self.problem.inner_loss(self.linearized(noise), hyper + noise, batch)
+
+    def linearized(self, shift: Tensor) -> Model:
+        r"""The model that predicts :math:`f(w_0) + \mathbf{J}_{yw}\,\Theta \delta`, with :math:`w_0` frozen.
+
+        Args:
+            shift: :math:`\delta`, shape ``(h,)``.
+
+        Returns:
+            A model whose ``params`` are :math:`w_0 + \Theta \delta`.
+        """
+        weights = {name: weight.detach() for name, weight in self.inner.params().items()}
+        change = self.theta(shift)
+        predict = self.inner.predictor()
+        return Model(
+            {name: weight + change[name] for name, weight in weights.items()},
+            None if predict is None else linearize(predict, weights, change),
+        )
+
+    def forward(self, hyper: Tensor, train_batch: Any = None, center: Tensor | None = None) -> Model:
+        r"""The model with weights :math:`w_0 + \Theta (\lambda - \lambda_0)`, not linearised.
+
+        Args:
+            hyper: Shape ``(h,)``.
+            train_batch: Not used.
+            center: :math:`\lambda_0`; ``hyper`` itself by default.
+
+        Returns:
+            The model.
+        """
+        return self.inner.model(self.affine(hyper - (hyper.detach() if center is None else center)))

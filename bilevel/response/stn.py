@@ -1,0 +1,76 @@
+r"""Self-Tuning Networks (MacKay et al., 2019), in their general linear form.
+
+The best response is :math:`r_\phi(\lambda) = \Phi \lambda + \phi_0` (``eq:old-param``). Both parts are trained on
+perturbed losses,
+
+.. math:: \min_\phi \mathbb{E}_{\epsilon \sim p(\epsilon|\sigma)}
+    \left[\mathcal{L}_T(\lambda + \epsilon, r_\phi(\lambda + \epsilon))\right] \qquad (\text{eq:lor-objective}).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, final
+
+from torch import Tensor
+
+from bilevel.problem import Loss, Model, Problem
+from bilevel.response.hypernetwork import Hypernetwork, HypernetworkResponse
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class STN(Hypernetwork):
+    r"""Self-Tuning Network: :math:`r_\phi(\lambda) = \Phi \lambda + \phi_0`, trained on perturbed losses.
+
+    The baseline of the paper. Prefer :class:`DeltaSTN`: the uncentered parameterization makes the inner problem
+    ill-conditioned and lets :math:`\lambda` drift (``eq:valid-undesirable``), and perturbing :math:`\phi_0` moves it
+    away from the solution (``eq:linear-reg-incorrect``).
+
+    Example:
+        >>> STN(scale=0.5)
+        STN(scale=0.5, entropy=None, perturb_outer=None, max_gigabytes=4.0)
+    """
+
+    def bind(self, problem: Problem) -> STNResponse:
+        """Create the response.
+
+        Args:
+            problem: What it responds to.
+
+        Returns:
+            A response of the problem's weights, with zero slopes.
+        """
+        return STNResponse(problem, self)
+
+
+@final
+class STNResponse(HypernetworkResponse):
+    r"""The learned :math:`\phi = \{\phi_0, \Phi\}`."""
+
+    def inner_loss(self, hyper: Tensor, batch: Any) -> Iterator[Loss]:
+        r"""One term, :math:`\mathcal{L}_T(\lambda + \epsilon, r_\phi(\lambda + \epsilon))`, for both parts.
+
+        Args:
+            hyper: The current hyperparameters.
+            batch: For the inner loss.
+
+        Yields:
+            The perturbed loss.
+        """
+        sample = hyper + self.perturbation()
+        yield self.problem.inner_loss(self.inner.model(self.affine(sample), update_buffers=True), sample, batch)
+
+    def forward(self, hyper: Tensor, train_batch: Any = None, center: Tensor | None = None) -> Model:
+        r"""The model with weights :math:`\Phi \lambda + \phi_0`.
+
+        Args:
+            hyper: Shape ``(h,)``.
+            train_batch: Not used.
+            center: Not used.
+
+        Returns:
+            The model.
+        """
+        return self.inner.model(self.affine(hyper))

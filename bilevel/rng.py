@@ -1,0 +1,64 @@
+"""Random streams that a solver owns, so that the user's global random state is never touched."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+class Stream:
+    """A stream of torch random numbers on the CPU and on one device.
+
+    Example:
+        >>> stream = Stream(0, torch.device("cpu"))
+        >>> before = torch.get_rng_state()
+        >>> with stream():
+        ...     first = torch.rand(2)
+        >>> with stream():
+        ...     second = torch.rand(2)
+        >>> bool((first == second).any()), bool((torch.get_rng_state() == before).all())
+        (False, True)
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        """Seed the stream."""
+        self.device = device
+        self.devices = [torch.device("cpu")] + ([] if device.type == "cpu" else [device])
+        self.states = [torch.Generator(where).manual_seed(seed).get_state() for where in self.devices]
+
+    @contextmanager
+    def __call__(self) -> Generator[None]:
+        """Draw from this stream inside the block; if the block raises, the stream is where it was before."""
+        accelerators = self.devices[1:]
+        with torch.random.fork_rng(accelerators, device_type=self.device.type if accelerators else "cuda"):
+            torch.set_rng_state(self.states[0])
+            for where, state in zip(accelerators, self.states[1:], strict=True):
+                torch.get_device_module(where).set_rng_state(state, where)
+            yield
+            self.states = [torch.get_rng_state()] + [
+                torch.get_device_module(where).get_rng_state(where) for where in accelerators
+            ]
+
+    def state_dict(self) -> list[Tensor]:
+        """The state of the stream.
+
+        Returns:
+            One tensor per device.
+        """
+        return [state.clone() for state in self.states]
+
+    def load_state_dict(self, states: list[Tensor]) -> None:
+        """Continue where :meth:`state_dict` was taken, on as many devices.
+
+        Raises:
+            ValueError: If the state was taken on another kind of device.
+        """
+        if len(states) != len(self.states):
+            raise ValueError(
+                f"the random state covers {len(states)} devices, this solver uses {len(self.states)}: "
+                "continue a run on the kind of device it was started on."
+            )
+        self.states = [state.clone().cpu() for state in states]

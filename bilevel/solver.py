@@ -1,0 +1,548 @@
+"""The two steps of every method: :meth:`Solver.inner_step` and :meth:`Solver.outer_step`."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Sized
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils import _pytree as pytree
+
+from bilevel.hyper import Named
+from bilevel.problem import Loss, Problem
+from bilevel.response import Method, get_method
+from bilevel.rng import Stream
+
+if TYPE_CHECKING:
+    from bilevel.loop import Solution
+
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+SchedulerFactory = Callable[[Optimizer], LRScheduler]
+
+
+class DivergenceError(RuntimeError):
+    """A loss or gradient became NaN or infinite; the solver is back in its last good state.
+
+    Attributes:
+        solution: The solution so far, if the error left :func:`bilevel.solve`.
+    """
+
+    solution: Solution | None = None
+
+
+@dataclass(frozen=True)
+class OuterStep:
+    """What one outer step computed, before it moved the hyperparameters.
+
+    Attributes:
+        loss: The outer loss.
+        hypergradient: Its total derivative, shape ``(h,)``, over the unconstrained vector.
+        direct: The part of it that does not pass through the weights.
+        aux: What the outer loss returned beside its value.
+    """
+
+    loss: Tensor
+    hypergradient: Tensor
+    direct: Tensor
+    aux: Any = None
+
+
+class Solver:
+    r"""A problem, a method and their optimizers, for people who keep their own loop.
+
+    Example:
+        >>> import bilevel
+        >>> problem = bilevel.Problem(
+        ...     {"w": torch.zeros(())},
+        ...     inner_loss=lambda model, hyper, batch: (model.params["w"] - hyper["target"]) ** 2,
+        ...     outer_loss=lambda model, hyper, batch: (model.params["w"] - 3) ** 2,
+        ...     hyper={"target": bilevel.real(0.0)},
+        ... )
+        >>> solver = Solver(problem, inner_optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+        >>> solver.inner_step()
+        tensor(0.)
+        >>> solver.outer_step().loss
+        tensor(9.)
+
+    Attributes:
+        problem: The problem.
+        method: The settings of the method.
+        response: The best response, which holds the weights and all that is learned about them.
+        vector: The current :math:`\lambda`, unconstrained, shape ``(h,)``.
+        optimizers: By name: ``weights``, ``response``, ``hyper`` and ``scale``, as far as there is something to train.
+        schedulers: By the same names.
+        inner_steps: How many inner steps have been made.
+        outer_steps: How many outer steps have been made.
+        inner_aux: What the inner loss last returned beside its value.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        *,
+        method: str | Method = "delta_stn",
+        inner_optimizer: OptimizerFactory | None = None,
+        outer_optimizer: OptimizerFactory | None = None,
+        response_optimizer: OptimizerFactory | None = None,
+        inner_scheduler: SchedulerFactory | None = None,
+        outer_scheduler: SchedulerFactory | None = None,
+        inner_clip: float | None = None,
+        outer_clip: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        """Bind the method to the problem and build the optimizers.
+
+        Args:
+            problem: What to solve.
+            method: A name in ``bilevel.METHODS`` or an instance such as ``bilevel.DeltaSTN(entropy=1e-3)``.
+            inner_optimizer: Makes an optimizer from parameters; called for the weights and for the response, which
+                never gets its ``weight_decay``. Adam with learning rate 1e-3 by default.
+            outer_optimizer: The same for the hyperparameters and the scale; RMSprop with learning rate 1e-2 by default.
+            response_optimizer: Replaces ``inner_optimizer`` for the response.
+            inner_scheduler: Makes a learning-rate scheduler from each inner optimizer.
+            outer_scheduler: The same for each outer optimizer.
+            inner_clip: Largest gradient norm, for the weights and for the response each.
+            outer_clip: Largest gradient norm, for the hyperparameters and for the scale each.
+            seed: Of the solver's own random streams.
+
+        Raises:
+            TypeError: If ``problem`` is not a problem.
+        """
+        if not isinstance(problem, Problem):
+            raise TypeError(f"problem must be a bilevel.Problem, got {type(problem).__name__}.")
+        self.problem = problem
+        self.method = get_method(method)
+        check_integer("seed", seed, 0)
+        self._clip = {
+            "inner": _checked_clip("inner_clip", inner_clip),
+            "outer": _checked_clip("outer_clip", outer_clip),
+        }
+        self.response = self.method.bind(problem)
+        self.vector = nn.Parameter(problem.initial_hyper())
+        inner = inner_optimizer or partial(torch.optim.Adam, lr=1e-3)
+        outer = outer_optimizer or partial(torch.optim.RMSprop, lr=1e-2)
+        self.optimizers: dict[str, Optimizer] = {}
+        self.schedulers: dict[str, LRScheduler] = {}
+        self._params = self._group_parameters()
+        for name, params in self._params.items():
+            level, argument, factory = {
+                "weights": ("inner", "inner_optimizer", inner),
+                "response": ("inner", "response_optimizer", response_optimizer or inner),
+                "hyper": ("outer", "outer_optimizer", outer),
+                "scale": ("outer", "outer_optimizer", outer),
+            }[name]
+            self.optimizers[name] = _make_optimizer(argument, factory, params)
+            scheduler = inner_scheduler if level == "inner" else outer_scheduler
+            if scheduler is not None:
+                self.schedulers[name] = _make_scheduler(f"{level}_scheduler", scheduler, self.optimizers[name])
+        if "response" in self.optimizers and response_optimizer is None:
+            for group in self.optimizers["response"].param_groups:
+                group.update({"weight_decay": 0} if "weight_decay" in group else {})
+        seeds = np.random.SeedSequence(seed).generate_state(3, np.uint64)
+        self.streams = {
+            name: Stream(int(value), problem.device)
+            for name, value in zip(("data", "loss", "evaluation"), seeds, strict=True)
+        }
+        self.inner_steps = 0
+        self.outer_steps = 0
+        self.inner_aux: Any = None
+        # On a CPU a finite-check costs nothing and precedes the update. Elsewhere it would stall the device: there the
+        # first bad step is noted on the device, read at the outer step, and undone by returning to the last good state.
+        self._check_at_once = problem.device.type == "cpu"
+        self._bad = self.vector.new_full((4,), math.nan)
+        self._good: dict[str, Any] | None = None
+
+    @property
+    def hyper(self) -> Named:
+        """The current hyperparameters in natural units."""
+        return self.problem.space.values(self.vector.detach().clone())
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """A copy of the weights at the current hyperparameters."""
+        with torch.no_grad():
+            return {name: value.clone() for name, value in self.response(self.vector.detach()).params.items()}
+
+    @property
+    def module_state_dict(self) -> dict[str, Any]:
+        """Weights and buffers under the names of the user's module, into which it loads strictly."""
+        return self.problem.state_dict(self.params, self.response.inner.buffer_values())
+
+    def inner_step(self, batch: Any = None) -> Tensor:
+        """Train the weights, and what the method learns about their response, on one batch.
+
+        Args:
+            batch: For the inner loss; moved to the device of the weights.
+
+        Returns:
+            The inner loss before the step, on the device.
+        """
+        batch = self._to_device(batch)
+        if not self._check_at_once and self._good is None:
+            self._good = self.state_dict()
+        buffers = [(buffer, buffer.clone()) for buffer in self.response.buffers()]
+        try:
+            with self.streams["loss"]():
+                loss, values, gradients = self._inner_gradients(batch)
+                norms = self._set_gradients(gradients, "inner")
+                self._check_inner(values, norms)
+        except BaseException:
+            with torch.no_grad():
+                for buffer, before in buffers:
+                    buffer.copy_(before)
+            raise
+        self._apply(gradients)
+        self.inner_steps += 1
+        self.inner_aux = loss.aux
+        return loss.value.detach()
+
+    def outer_step(self, train_batch: Any = None, valid_batch: Any = None) -> OuterStep:
+        r"""Move the hyperparameters, and the scale if it is learned, along the hypergradient.
+
+        Args:
+            train_batch: For methods whose response needs the inner loss.
+            valid_batch: For the outer loss.
+
+        Returns:
+            The loss and hypergradient at which the step was made.
+        """
+        train_batch, valid_batch = self._to_device(train_batch), self._to_device(valid_batch)
+        with self.streams["loss"]():
+            loss, direct, through_weights, scale_gradient = self._hypergradient(train_batch, valid_batch)
+            hypergradient = direct + through_weights
+            gradients: dict[str, list[Tensor | None]] = {"hyper": [hypergradient]}
+            if scale_gradient is not None:
+                gradients["scale"] = [scale_gradient]
+            norms = self._set_gradients(gradients, "outer")
+            self.check()
+            step = norms.new_tensor(self.outer_steps)
+            self._raise_if_bad(
+                "outer", torch.stack([step, norms.sum(), loss.value.detach().to(norms), torch.zeros_like(step)])
+            )
+        self._apply(gradients)
+        self.outer_steps += 1
+        if not self._check_at_once:
+            self._good = self.state_dict()
+        return OuterStep(loss.value.detach(), hypergradient, direct, loss.aux)
+
+    def evaluate(self, loader: Iterable[Any] | None = None) -> float:
+        """The outer loss over a whole set, at the current weights and unperturbed hyperparameters.
+
+        Changes nothing, and does not consume the random numbers of the run.
+
+        Args:
+            loader: Batches, weighted by their number of examples; None evaluates the loss once without a batch.
+
+        Returns:
+            The mean loss.
+
+        Raises:
+            DivergenceError: If it is not finite.
+            ValueError: If there is no batch.
+        """
+        check_loader("loader", loader)
+        model = self.response.inner.model(self.params)
+        total, count = torch.zeros((), dtype=torch.float64, device=self.problem.device), 0
+        with self.streams["evaluation"]():
+            for batch in [None] if loader is None else loader:
+                moved = self._to_device(batch)
+                size = self.problem.examples(moved) or 1
+                loss = self.problem.outer_loss(model, self.vector.detach(), moved).value.detach()
+                total = total + loss.to(total) * size
+                count += size
+        if count == 0:
+            raise ValueError("loader is empty: a validation pass needs at least one batch.")
+        mean = float(total) / count
+        if not math.isfinite(mean):
+            raise DivergenceError(
+                f"the outer loss over the whole set is {mean} after {self.inner_steps} inner steps: lower the learning "
+                "rates, or look for overflow in outer_loss."
+            )
+        return mean
+
+    def check(self) -> None:
+        """Raise if an inner step since the last outer step was not finite.
+
+        Every inner step does so by itself on a CPU, every outer step elsewhere, where it waits for the device.
+        """
+        if not self._check_at_once:
+            self._raise_if_bad("inner", torch.where(self._bad[0].isnan(), 0.0, self._bad))
+
+    def schedule(self, validation_loss: float | None = None) -> None:
+        """Advance the learning-rate schedulers.
+
+        Args:
+            validation_loss: If given, advances those of kind ``ReduceLROnPlateau``, otherwise all others. Those of the
+                outer level wait for the first outer step.
+        """
+        waiting = {"hyper", "scale"} if self.outer_steps == 0 else set()
+        for scheduler in (entry for name, entry in self.schedulers.items() if name not in waiting):
+            if isinstance(scheduler, ReduceLROnPlateau):
+                if validation_loss is not None:
+                    scheduler.step(validation_loss)
+            elif validation_loss is None:
+                scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything needed to continue bit for bit: tensors and plain types only.
+
+        Returns:
+            A dict that ``torch.save`` writes and ``torch.load(weights_only=True)`` reads.
+        """
+        return copy.deepcopy({
+            "method": repr(self.method),
+            "hyper": list(self.problem.space.hyper),
+            "vector": self.vector.detach(),
+            "response": dict(self.response.state_dict()),
+            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
+            "schedulers": {name: scheduler.state_dict() for name, scheduler in self.schedulers.items()},
+            "streams": {name: stream.state_dict() for name, stream in self.streams.items()},
+            "inner_steps": self.inner_steps,
+            "outer_steps": self.outer_steps,
+        })
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from :meth:`state_dict` of a solver with the same problem, method and optimizers.
+
+        Raises:
+            ValueError: If the state does not belong to such a solver; this solver is then unchanged.
+        """
+        own = self.state_dict()
+        missing = sorted(own.keys() - state.keys()) if isinstance(state, dict) else sorted(own)
+        if missing:
+            raise ValueError(f"state is not a Solver.state_dict(): it lacks {', '.join(missing)}.")
+        for key in ("method", "hyper"):
+            if state[key] != own[key]:
+                raise ValueError(f"state was saved with {key} {state[key]}, this solver has {own[key]}.")
+        for key in ("response", "optimizers", "schedulers", "streams"):
+            if state[key].keys() != own[key].keys():
+                raise ValueError(f"state has {key} {sorted(state[key])}, this solver has {sorted(own[key])}.")
+        for name, value in {**own["response"], "vector": own["vector"]}.items():
+            saved = state["vector"] if name == "vector" else state["response"][name]
+            if saved.shape != value.shape or saved.dtype != value.dtype:
+                raise ValueError(
+                    f"state: {name} is {saved.dtype} {tuple(saved.shape)}, "
+                    f"this solver has {value.dtype} {tuple(value.shape)}."
+                )
+        try:
+            self._load(state)
+        except Exception:
+            self._load(own)
+            raise
+
+    def _load(self, state: dict[str, Any]) -> None:
+        state = copy.deepcopy(state)
+        for name, stream in self.streams.items():
+            stream.load_state_dict(state["streams"][name])
+        with torch.no_grad():
+            self.vector.copy_(state["vector"])
+        self.response.load_state_dict(state["response"])
+        for name, optimizer in self.optimizers.items():
+            optimizer.load_state_dict(state["optimizers"][name])
+        for name, scheduler in self.schedulers.items():
+            scheduler.load_state_dict(state["schedulers"][name])
+        self.inner_steps, self.outer_steps = state["inner_steps"], state["outer_steps"]
+        self._bad = torch.full_like(self._bad, math.nan)
+        self._good = None
+
+    def _group_parameters(self) -> dict[str, list[nn.Parameter]]:
+        groups = {"weights": list(self.response.inner.weights)}
+        scale = [] if self.response.scale is None else list(self.response.scale.parameters())
+        taken = {id(param) for param in groups["weights"] + scale}
+        groups["response"] = [param for param in self.response.parameters() if id(param) not in taken]
+        groups["hyper"] = [self.vector]
+        groups["scale"] = scale
+        return {name: params for name, params in groups.items() if params}
+
+    def _to_device(self, batch: Any) -> Any:
+        device = self.problem.device
+        return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device, non_blocking=True), batch)
+
+    def _inner_gradients(self, batch: Any) -> tuple[Loss, list[Tensor], dict[str, list[Tensor | None]]]:
+        names = [name for name in ("weights", "response") if name in self._params]
+        params = [param for name in names for param in self._params[name]]
+        total: list[Tensor | None] = [None] * len(params)
+        first: Loss | None = None
+        values = []
+        for term in self.response.inner_loss(self.vector.detach(), batch):
+            first = Loss(term.value.detach(), term.aux) if first is None else first
+            values.append(term.value.detach())
+            new = torch.autograd.grad(term.value, params, allow_unused=True) if term.value.requires_grad else total
+            total = [b if a is None else a if b is None else a + b for a, b in zip(total, new, strict=True)]
+        weights = len(self._params["weights"])
+        if first is None or all(gradient is None for gradient in total[:weights]):
+            raise ValueError(
+                "inner_loss does not depend on the weights: compute it from model(...) and model.params, not from your "
+                "own module, and without detach() or no_grad()."
+            )
+        return first, values, {"weights": total[:weights]} | ({"response": total[weights:]} if names[1:] else {})
+
+    def _hypergradient(self, train_batch: Any, valid_batch: Any) -> tuple[Loss, Tensor, Tensor, Tensor | None]:
+        """The outer loss and its gradient in λ, directly and through the weights, and in the raw scale."""
+        # Two copies of λ keep the parts apart, so that one backward pass gives both.
+        direct, through_weights = (self.vector.detach().clone().requires_grad_() for _ in range(2))
+        scale = self.response.scale
+        noise = scale.sample() if scale is not None and scale.perturb_outer else torch.zeros_like(direct)
+        model = self.response(through_weights + noise, train_batch, self.vector.detach())
+        loss = self.problem.outer_loss(model, direct + noise, valid_batch)
+        objective = loss.value
+        inputs = [direct, through_weights]
+        if scale is not None and scale.weight is not None:
+            objective = objective - scale.weight * scale.entropy()
+            inputs.append(scale.raw)
+        if not loss.value.requires_grad:
+            raise ValueError(
+                "outer_loss depends neither on the weights nor on a hyperparameter: compute it from model(...), "
+                "model.params or hyper, not from your own module, and without detach() or no_grad()."
+            )
+        gradients = [
+            torch.zeros_like(leaf) if gradient is None else gradient
+            for leaf, gradient in zip(inputs, torch.autograd.grad(objective, inputs, allow_unused=True), strict=True)
+        ]
+        return loss, gradients[0], gradients[1], gradients[2] if len(gradients) > 2 else None
+
+    def _set_gradients(self, gradients: dict[str, list[Tensor | None]], level: str) -> Tensor:
+        """Hand gradients to the parameters, clipped.
+
+        Out of place: autograd may give two parameters the same tensor.
+
+        Returns:
+            The norm of each group before clipping.
+        """
+        limit = self._clip[level]
+        norms = []
+        for name, values in gradients.items():
+            present = [gradient for gradient in values if gradient is not None]
+            norm = torch.nn.utils.get_total_norm(present).to(self.vector.dtype)
+            shrink = None if limit is None else (limit / (norm + 1e-6)).clamp(max=1.0)
+            for param, gradient in zip(self._params[name], values, strict=True):
+                param.grad = gradient if gradient is None or shrink is None else gradient * shrink.to(gradient.dtype)
+            norms.append(norm)
+        return torch.stack(norms)
+
+    def _apply(self, names: Iterable[str]) -> None:
+        for name in names:
+            self.optimizers[name].step()
+        self._drop_gradients()
+
+    def _drop_gradients(self) -> None:
+        for params in self._params.values():
+            for param in params:
+                param.grad = None
+
+    def _check_inner(self, values: list[Tensor], norms: Tensor) -> None:
+        terms = torch.stack([value.to(norms) for value in values])
+        record = torch.stack([terms.new_tensor(self.inner_steps), norms.sum(), terms[0], terms[1:].sum()])
+        if self._check_at_once:
+            self._raise_if_bad("inner", record)
+        else:
+            first = self._bad[0].isnan() & ~record.isfinite().all()
+            self._bad = torch.where(first, record, self._bad)
+
+    def _raise_if_bad(self, level: str, record: Tensor) -> None:
+        """Undo and raise if a record of step, gradient norm, loss and other terms says so.
+
+        Raises:
+            DivergenceError: If any of them is not finite.
+        """
+        step, norm, loss, others = record.tolist()
+        if math.isfinite(norm + loss + others):
+            return
+        self._drop_gradients()
+        if self._good is not None:
+            self._load(self._good)
+        perturbed = f", at perturbed hyperparameters {others:g}" if others else ""
+        raise DivergenceError(
+            f"the {level} loss is {loss:g}{perturbed} and its gradient norm {norm:g} at {level} step {int(step)}, "
+            "counted from 0. The solver is back in its last good state. Lower the learning rate, clip gradients "
+            f"({level}_clip=1.0), use a smaller scale of the perturbation, or look for log, sqrt or division at zero."
+        )
+
+
+def check_integer(name: str, value: object, minimum: int) -> None:
+    """Refuse what is not a whole number of at least ``minimum``.
+
+    Raises:
+        TypeError: If it is not an integer.
+        ValueError: If it is too small.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__}: {value!r}.")
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}.")
+
+
+def check_loader(name: str, loader: object) -> None:
+    """Refuse what cannot be iterated over again and again as batches.
+
+    Raises:
+        TypeError: If it is not a re-iterable of batches.
+        ValueError: If it is empty.
+    """
+    if loader is None:
+        return
+    if isinstance(loader, Tensor | np.ndarray | str | dict) or not isinstance(loader, Iterable):
+        raise TypeError(
+            f"{name} must be an iterable of batches (a DataLoader or a list) or None, got {type(loader).__name__}; "
+            f"wrap a single batch in a list: [batch]."
+        )
+    if iter(loader) is loader:
+        raise TypeError(f"{name} is a {type(loader).__name__}, exhausted after one pass: give a list or a DataLoader.")
+    if isinstance(loader, tuple) and loader and all(isinstance(part, Tensor) for part in loader):
+        raise TypeError(f"{name} is a tuple of tensors, which looks like one batch: write {name}=[(x, y)].")
+    if isinstance(loader, Sized) and len(loader) == 0:
+        raise ValueError(f"{name} is empty: give at least one batch.")
+
+
+def _checked_clip(name: str, clip: Any) -> float | None:
+    if clip is None:
+        return None
+    if isinstance(clip, bool) or not isinstance(clip, int | float):
+        raise TypeError(f"{name} must be a number or None, got {type(clip).__name__}: {clip!r}.")
+    if not 0 < clip < math.inf:
+        raise ValueError(f"{name} must be positive, got {clip}.")
+    return float(clip)
+
+
+def _make_optimizer(name: str, factory: Any, params: list[nn.Parameter]) -> Optimizer:
+    if isinstance(factory, Optimizer):
+        kind = type(factory).__name__
+        raise TypeError(
+            f"{name} must be a factory, got a {kind} instance; "
+            f"write {name}=lambda params: torch.optim.{kind}(params, ...)."
+        )
+    if not callable(factory):
+        raise TypeError(f"{name} must be a function params -> torch.optim.Optimizer, got {type(factory).__name__}.")
+    optimizer = factory(params)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"{name} must return a torch.optim.Optimizer, got {type(optimizer).__name__}.")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError(f"{name} made an LBFGS, which needs a closure; use SGD, Adam, AdamW, RMSprop or Adagrad.")
+    given = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    if given != {id(param) for param in params}:
+        raise ValueError(
+            f"{name} made an optimizer of other parameters than it was given: pass its argument on, as in "
+            "lambda params: torch.optim.SGD(params, lr=0.1)."
+        )
+    return optimizer
+
+
+def _make_scheduler(name: str, factory: Any, optimizer: Optimizer) -> LRScheduler:
+    if isinstance(factory, LRScheduler):
+        raise TypeError(f"{name} must be a factory, got a {type(factory).__name__} instance; write a lambda.")
+    if not callable(factory):
+        raise TypeError(f"{name} must be a function optimizer -> scheduler, got {type(factory).__name__}.")
+    scheduler = factory(optimizer)
+    if not isinstance(scheduler, LRScheduler):
+        raise TypeError(f"{name} must return a torch.optim.lr_scheduler, got {type(scheduler).__name__}.")
+    if scheduler.optimizer is not optimizer:
+        raise ValueError(f"{name} made a scheduler of another optimizer than it was given.")
+    return scheduler
