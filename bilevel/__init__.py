@@ -8,6 +8,7 @@ from bilevel.loop import Best, Round, Solution, solve
 from bilevel.problem import Loss, Model, Problem
 from bilevel.response import METHODS, STN, BestResponse, CenteredSTN, DeltaSTN, Method
 from bilevel.solver import DivergenceError, OuterStep, Solver
+from bilevel.testing import Report, check_method
 
 __version__ = "0.1.0"
 
@@ -26,9 +27,11 @@ __all__ = [
     "Model",
     "OuterStep",
     "Problem",
+    "Report",
     "Round",
     "Solution",
     "Solver",
+    "check_method",
     "functional",
     "integer",
     "interval",

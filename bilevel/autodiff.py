@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,7 +24,8 @@ def linearize(
     in-place statistics of BatchNorm.
 
     Args:
-        function: Called as ``function(params, *args, **kwargs)``; may return nested tuples, lists and dicts.
+        function: Called as ``function(params, *args, **kwargs)``; may return nested tuples, lists, dicts and
+            dataclasses.
         params: The point :math:`w_0`.
         tangents: The direction :math:`\Delta w`, by the same names.
 
@@ -55,7 +58,19 @@ def linearize(
 
 
 def _primal_plus_tangent(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    primal, tangent = forward_ad.unpack_dual(leaf)
-    return primal if tangent is None else primal + tangent
+    if isinstance(leaf, Tensor):
+        primal, tangent = forward_ad.unpack_dual(leaf)
+        return primal if tangent is None else primal + tangent
+    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+        result = copy.copy(leaf)
+        for field in dataclasses.fields(leaf):
+            value = pytree.tree_map(_primal_plus_tangent, getattr(leaf, field.name))
+            object.__setattr__(result, field.name, value)  # also where the dataclass is frozen
+        return result
+    # A tangent that is not unpacked here is lost, and with it the gradient of the response.
+    if any(isinstance(value, Tensor) for value in getattr(leaf, "__dict__", {}).values()):
+        raise TypeError(
+            f"the network returned a {type(leaf).__name__}, which delta_stn cannot linearise: return its tensors (in "
+            "tuples, lists, dicts or dataclasses) and build it in the loss, or use method='centered_stn'."
+        )
+    return leaf

@@ -43,7 +43,7 @@ class History:
 
     @property
     def columns(self) -> list[str]:
-        """The names of the columns: losses first, then in the order in which they appeared."""
+        """The names of the columns, losses first, then in the order in which they appeared."""
         there = dict.fromkeys(name for row in self.rows for name in row)
         return [name for name in LEADING if name in there] + [name for name in there if name not in LEADING]
 

@@ -40,7 +40,7 @@ def suggest(name: object, known: Iterable[str]) -> str:
     names = sorted(known)
     close = difflib.get_close_matches(str(name), names, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"{hint}Known: {', '.join(names)}."
+    return f"{hint}Known: {', '.join(names) or 'none'}."
 
 
 class Named(dict[str, Tensor]):
@@ -222,8 +222,20 @@ class Space:
 
         Returns:
             A tensor of shape ``(h,)``.
+
+        Raises:
+            ValueError: If an initial value leaves its domain when it is rounded to ``dtype``.
         """
-        return self.vector({name: entry.init for name, entry in self.hyper.items()}).to(device, dtype)
+        vector = self.vector({name: entry.init for name, entry in self.hyper.items()}).to(device, dtype)
+        for name, value in self.values(vector).items():
+            entry = self.hyper[name]
+            inside = value.isfinite() if entry.discrete else (entry.low < value) & (value < entry.high)
+            if not bool(inside.all()):
+                raise ValueError(
+                    f"hyper[{name!r}]: init {_show(entry.init)} is too close to the end of ({entry.low:g}, "
+                    f"{entry.high:g}) for {dtype}; move it inside, or use weights of higher precision."
+                )
+        return vector
 
     def split(self, vector: Tensor) -> dict[str, Tensor]:
         """The parts of a vector, by name.
@@ -356,11 +368,13 @@ def _checked_bounds(kind: str, lo: Any, hi: Any) -> tuple[float, float]:
 def _checked_init(kind: str, init: Any, low: float, high: float, *, closed: bool = False) -> Tensor:
     allowed = f"[{low:g}, {high:g}]" if closed else f"({low:g}, {high:g})"
     try:
-        value = torch.as_tensor(init).detach().to("cpu", torch.float64, copy=True)
+        given = torch.as_tensor(init)
     except (TypeError, ValueError, RuntimeError):
         raise TypeError(f"{kind}: init must be a number or an array of numbers, got {init!r}.") from None
-    if isinstance(init, bool) or torch.as_tensor(init).is_complex():
+    if given.dtype == torch.bool or given.is_complex():
         raise TypeError(f"{kind}: init must be a real number in {allowed}, got {init!r}.")
+    # From init once more: PyTorch puts Python numbers into single precision unless told otherwise.
+    value = torch.as_tensor(init, dtype=torch.float64, device="cpu").detach().clone()
     if value.numel() == 0:
         raise ValueError(f"{kind}: init is an empty array of shape {tuple(value.shape)}.")
     inside = (low <= value) & (value <= high) if closed else (low < value) & (value < high)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from bilevel.history import History, plot
+from bilevel.history import LEADING, History, plot
 from bilevel.hyper import Space
 from bilevel.problem import Problem
 from bilevel.response import Method
@@ -27,6 +29,7 @@ from bilevel.solver import (
     Solver,
     check_integer,
     check_loader,
+    length,
 )
 
 if TYPE_CHECKING:
@@ -216,6 +219,9 @@ def solve(
         outer_clip=outer_clip,
         seed=seed,
     )
+    reserved = [name for name in problem.space.hyper if name in LEADING]
+    if reserved:
+        raise ValueError(f"hyper: {reserved[0]!r} is a column of the history already; choose another name.")
     limit = 1000 if steps is None and epochs is None else steps
     run = _Run(
         solver=solver,
@@ -247,6 +253,8 @@ def solve(
             run.finish()
     except KeyboardInterrupt:
         run.stopped = "interrupted"
+        with suppress(DivergenceError):  # returns to the last good state if a bad step has not been noticed yet
+            solver.check()
     except DivergenceError as error:
         run.stopped = "diverged"
         error.solution = run.solution()
@@ -267,7 +275,7 @@ class Feed:
         self.loader: Iterable[Any] = [None] if loader is None else loader
         self.stream = stream
         self.passes = 0
-        self._length = _length(self.loader)
+        self._length = length(self.loader)
         self._given = 0
         self._iterator: Any = None
 
@@ -286,7 +294,12 @@ class Feed:
             for batch in self._iterator:
                 self._given += 1
                 if self._given == self._length:
-                    self._end_pass()
+                    # The pass is over, unless the length was wrong.
+                    more = next(self._iterator, self)
+                    if more is self:
+                        self._end_pass()
+                    else:
+                        self._iterator = chain([more], self._iterator)
                 return batch
             if self._given == 0:
                 raise ValueError(f"{self.name} yielded no batch in pass {self.passes + 1}: give at least one batch.")
@@ -333,34 +346,32 @@ class _Run:
             losses.append(self.solver.inner_step(batch))
         inner_loss = torch.stack(losses).mean()
         outer = None
-        rows = []
         if index <= self.warmup:
             self.solver.check()
-            rows.append(self._row(index, inner_loss, None))
+            self.history.append(self._row(index, inner_loss, None))
         for _ in range(0 if index <= self.warmup else self.outer_steps):
             outer = self.solver.outer_step(batch, next(self.valid))
-            rows.append(self._row(index, inner_loss, outer))
+            self.history.append(self._row(index, inner_loss, outer))
         new_passes = self.train.passes - passes
         for _ in range(new_passes if self.schedule_by_epoch else 1):
             self.solver.schedule()
         if new_passes if self.evaluate_every is None else index % self.evaluate_every == 0:
-            self._evaluate(index, rows[-1])
+            self._evaluate(index)
         self.rounds = index
-        for row in rows:
-            self.history.append(row)
+        row = self.history.rows[-1]
         return Round(
             solver=self.solver,
             index=index,
-            row=rows[-1],
+            row=row,
             outer=outer,
-            validation_loss=rows[-1].get("validation_loss"),
+            validation_loss=row.get("validation_loss"),
             inner_aux=self.solver.inner_aux,
         )
 
     def finish(self) -> None:
         """Measure the validation loss of the last round, if it has not been."""
         if "validation_loss" not in self.history.rows[-1]:
-            self._evaluate(self.rounds, self.history.rows[-1])
+            self._evaluate(self.rounds)
 
     def solution(self) -> Solution:
         """What the user gets."""
@@ -374,8 +385,9 @@ class _Run:
             solver=self.solver,
         )
 
-    def _evaluate(self, index: int, row: dict[str, float]) -> None:
+    def _evaluate(self, index: int) -> None:
         loss = self.solver.evaluate(self.valid_loader)
+        row = self.history.rows[-1]
         row["validation_loss"] = loss
         self.solver.schedule(loss)
         self.stale += 1
@@ -419,26 +431,17 @@ def _check_run(
             raise TypeError(f"time_budget must be a number of seconds or None, got {time_budget!r}.")
         if not time_budget > 0:
             raise ValueError(f"time_budget must be a positive number of seconds, got {time_budget}.")
-    if progress not in {None, True, False}:
+    if progress not in (None, True, False):
         raise TypeError(f"progress must be True, False or None, got {progress!r}.")
     if not isinstance(callbacks, Sequence) or not all(callable(callback) for callback in callbacks):
         raise TypeError(f"callbacks must be a list of functions of a bilevel.Round, got {callbacks!r}.")
 
 
-def _length(loader: Iterable[Any] | None) -> int | None:
-    if not isinstance(loader, Sized):
-        return None
-    try:
-        return len(loader)
-    except TypeError:  # a DataLoader over an IterableDataset has __len__ but no length
-        return None
-
-
 def _expected_rounds(
     train: Iterable[Any] | None, inner_steps: int, steps: int | None, epochs: int | None
 ) -> int | None:
-    length = _length(train)
-    return steps if epochs is None or length is None else math.ceil(epochs * length / inner_steps)
+    batches = length(train)
+    return steps if epochs is None or batches is None else math.ceil(epochs * batches / inner_steps)
 
 
 def _progress_bar(total: int | None, progress: bool | None) -> tqdm[NoReturn]:

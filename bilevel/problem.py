@@ -54,6 +54,17 @@ class Model:
             raise TypeError("model(...) needs a network, but inner is a mapping of tensors: use model.params['name'].")
         return self._predict(*args, **kwargs)
 
+    def __getattr__(self, name: str) -> Any:
+        """Say what there is instead.
+
+        Raises:
+            AttributeError: Always.
+        """
+        raise AttributeError(
+            f"a loss sees a bilevel.Model, which has no {name!r}: use model(...) to predict and model.params['name'] "
+            "to read a weight."
+        )
+
 
 LossFunction = Callable[[Model, Mapping[str, Tensor], Any], Any]
 
@@ -119,7 +130,7 @@ class Problem:
                 )
         if examples is not None and not callable(examples):
             raise TypeError(f"examples must be a function batch -> int, got {type(examples).__name__}.")
-        if outer_mode not in {"eval", "train"}:
+        if outer_mode not in ("eval", "train"):
             raise ValueError(f"outer_mode must be 'eval' or 'train', got {outer_mode!r}.")
         self.module = inner if isinstance(inner, nn.Module) else None
         self.params = _trainable(inner)
@@ -129,6 +140,7 @@ class Problem:
         self._train_mode = {"inner_loss": True, "outer_loss": outer_mode == "train"}
         reference = _common_kind(self.params)
         self.dtype, self.device = reference.dtype, reference.device
+        self.initial_hyper()  # raises before any work if a value does not fit the dtype
 
     def __repr__(self) -> str:
         """Summarise the problem in a line.
@@ -202,7 +214,7 @@ class Problem:
             try:
                 result = self._losses[name](model, values, batch)
             except Exception as error:
-                error.add_note(f"Raised while evaluating {name}; {self._describe(batch)}")
+                error.add_note(f"Raised while evaluating {name}(model, hyper, batch); {self._describe(batch)}")
                 raise
         value, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if not isinstance(value, Tensor):
@@ -324,15 +336,17 @@ def _common_kind(params: Mapping[str, Tensor]) -> Tensor:
         if not value.is_floating_point():
             raise TypeError(f"inner: {name!r} must be a floating-point tensor, got {value.dtype}; use .float().")
         if value.numel() == 0:
-            raise ValueError(f"inner: {name!r} is empty, shape {tuple(value.shape)}.")
+            raise ValueError(f"inner: {name!r} is empty, shape {tuple(value.shape)}; leave it out.")
         for what, here, there in (("device", value.device, first.device), ("dtype", value.dtype, first.dtype)):
             if here != there:
                 raise ValueError(
                     f"inner: all weights must share one {what}, but {first_name!r} has {there} and {name!r} has "
                     f"{here}; use .to({here!r}) on all of them."
                 )
+        if value.is_meta:
+            raise ValueError(f"inner: {name!r} is on the meta device, without values; use .to_empty(device=...) first.")
         if not bool(value.isfinite().all()):
-            raise ValueError(f"inner: {name!r} contains NaN or infinite values before training.")
+            raise ValueError(f"inner: {name!r} contains NaN or infinite values before training; initialise it anew.")
     return first
 
 

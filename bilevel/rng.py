@@ -54,11 +54,13 @@ class Stream:
         """Continue where :meth:`state_dict` was taken, on as many devices.
 
         Raises:
-            ValueError: If the state was taken on another kind of device.
+            ValueError: If it is no random state, or was taken on another kind of device.
         """
-        if len(states) != len(self.states):
+        try:
+            pairs = zip(self.devices, states, strict=True)
+            self.states = [torch.Generator(where).set_state(state.cpu()).get_state() for where, state in pairs]
+        except (AttributeError, RuntimeError, TypeError, ValueError) as error:
             raise ValueError(
-                f"the random state covers {len(states)} devices, this solver uses {len(self.states)}: "
-                "continue a run on the kind of device it was started on."
-            )
-        self.states = [state.clone().cpu() for state in states]
+                f"the random state does not fit this solver, which draws on {', '.join(map(str, self.devices))} "
+                f"({error}): continue a run on the kind of device it was started on."
+            ) from error

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from functools import partial
+from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,10 +16,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils import _pytree as pytree
+from torch.utils.data import Dataset, IterableDataset
 
 from bilevel.hyper import Named
 from bilevel.problem import Loss, Problem
-from bilevel.response import Method, get_method
+from bilevel.response import BestResponse, Method, get_method
 from bilevel.rng import Stream
 
 if TYPE_CHECKING:
@@ -114,7 +116,7 @@ class Solver:
             seed: Of the solver's own random streams.
 
         Raises:
-            TypeError: If ``problem`` is not a problem.
+            TypeError: If ``problem`` is not a problem, or the method does not make a response.
         """
         if not isinstance(problem, Problem):
             raise TypeError(f"problem must be a bilevel.Problem, got {type(problem).__name__}.")
@@ -126,18 +128,24 @@ class Solver:
             "outer": _checked_clip("outer_clip", outer_clip),
         }
         self.response = self.method.bind(problem)
+        if not isinstance(self.response, BestResponse):
+            raise TypeError(
+                f"{type(self.method).__name__}.bind must return a bilevel.BestResponse, "
+                f"got {type(self.response).__name__}."
+            )
         self.vector = nn.Parameter(problem.initial_hyper())
-        inner = inner_optimizer or partial(torch.optim.Adam, lr=1e-3)
-        outer = outer_optimizer or partial(torch.optim.RMSprop, lr=1e-2)
+        for_weights = partial(torch.optim.Adam, lr=1e-3) if inner_optimizer is None else inner_optimizer
+        for_response = for_weights if response_optimizer is None else response_optimizer
+        for_hyper = partial(torch.optim.RMSprop, lr=1e-2) if outer_optimizer is None else outer_optimizer
         self.optimizers: dict[str, Optimizer] = {}
         self.schedulers: dict[str, LRScheduler] = {}
         self._params = self._group_parameters()
         for name, params in self._params.items():
             level, argument, factory = {
-                "weights": ("inner", "inner_optimizer", inner),
-                "response": ("inner", "response_optimizer", response_optimizer or inner),
-                "hyper": ("outer", "outer_optimizer", outer),
-                "scale": ("outer", "outer_optimizer", outer),
+                "weights": ("inner", "inner_optimizer", for_weights),
+                "response": ("inner", "response_optimizer", for_response),
+                "hyper": ("outer", "outer_optimizer", for_hyper),
+                "scale": ("outer", "outer_optimizer", for_hyper),
             }[name]
             self.optimizers[name] = _make_optimizer(argument, factory, params)
             scheduler = inner_scheduler if level == "inner" else outer_scheduler
@@ -159,6 +167,7 @@ class Solver:
         self._check_at_once = problem.device.type == "cpu"
         self._bad = self.vector.new_full((4,), math.nan)
         self._good: dict[str, Any] | None = None
+        self._users = [param for param in problem.params.values() if param.requires_grad]
 
     @property
     def hyper(self) -> Named:
@@ -201,7 +210,7 @@ class Solver:
             raise
         self._apply(gradients)
         self.inner_steps += 1
-        self.inner_aux = loss.aux
+        self.inner_aux = _detached(loss.aux)
         return loss.value.detach()
 
     def outer_step(self, train_batch: Any = None, valid_batch: Any = None) -> OuterStep:
@@ -223,15 +232,13 @@ class Solver:
                 gradients["scale"] = [scale_gradient]
             norms = self._set_gradients(gradients, "outer")
             self.check()
-            step = norms.new_tensor(self.outer_steps)
+            step = norms.new_full((), self.outer_steps)
             self._raise_if_bad(
                 "outer", torch.stack([step, norms.sum(), loss.value.detach().to(norms), torch.zeros_like(step)])
             )
         self._apply(gradients)
         self.outer_steps += 1
-        if not self._check_at_once:
-            self._good = self.state_dict()
-        return OuterStep(loss.value.detach(), hypergradient, direct, loss.aux)
+        return OuterStep(loss.value.detach(), hypergradient, direct, _detached(loss.aux))
 
     def evaluate(self, loader: Iterable[Any] | None = None) -> float:
         """The outer loss over a whole set, at the current weights and unperturbed hyperparameters.
@@ -275,6 +282,7 @@ class Solver:
         """
         if not self._check_at_once:
             self._raise_if_bad("inner", torch.where(self._bad[0].isnan(), 0.0, self._bad))
+            self._good = None
 
     def schedule(self, validation_loss: float | None = None) -> None:
         """Advance the learning-rate schedulers.
@@ -299,7 +307,7 @@ class Solver:
         """
         return copy.deepcopy({
             "method": repr(self.method),
-            "hyper": list(self.problem.space.hyper),
+            "hyper": {name: [h.low, h.high, h.discrete] for name, h in self.problem.space.hyper.items()},
             "vector": self.vector.detach(),
             "response": dict(self.response.state_dict()),
             "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
@@ -322,21 +330,15 @@ class Solver:
         for key in ("method", "hyper"):
             if state[key] != own[key]:
                 raise ValueError(f"state was saved with {key} {state[key]}, this solver has {own[key]}.")
-        for key in ("response", "optimizers", "schedulers", "streams"):
-            if state[key].keys() != own[key].keys():
-                raise ValueError(f"state has {key} {sorted(state[key])}, this solver has {sorted(own[key])}.")
-        for name, value in {**own["response"], "vector": own["vector"]}.items():
-            saved = state["vector"] if name == "vector" else state["response"][name]
-            if saved.shape != value.shape or saved.dtype != value.dtype:
-                raise ValueError(
-                    f"state: {name} is {saved.dtype} {tuple(saved.shape)}, "
-                    f"this solver has {value.dtype} {tuple(value.shape)}."
-                )
         try:
+            for key in ("vector", "response", "schedulers", "optimizers", "streams"):
+                _check_layout(f"state[{key!r}]", state[key], own[key])
+            for key in ("inner_steps", "outer_steps"):
+                check_integer(f"state[{key!r}]", state[key], 0)
             self._load(state)
-        except Exception:
+        except Exception as error:
             self._load(own)
-            raise
+            raise ValueError(f"state does not fit this solver: {error}") from error
 
     def _load(self, state: dict[str, Any]) -> None:
         state = copy.deepcopy(state)
@@ -375,7 +377,7 @@ class Solver:
         for term in self.response.inner_loss(self.vector.detach(), batch):
             first = Loss(term.value.detach(), term.aux) if first is None else first
             values.append(term.value.detach())
-            new = torch.autograd.grad(term.value, params, allow_unused=True) if term.value.requires_grad else total
+            new = self._differentiate("inner_loss", term.value, params)
             total = [b if a is None else a if b is None else a + b for a, b in zip(total, new, strict=True)]
         weights = len(self._params["weights"])
         if first is None or all(gradient is None for gradient in total[:weights]):
@@ -398,16 +400,36 @@ class Solver:
         if scale is not None and scale.weight is not None:
             objective = objective - scale.weight * scale.entropy()
             inputs.append(scale.raw)
-        if not loss.value.requires_grad:
+        found = self._differentiate("outer_loss", objective, inputs)
+        if not loss.value.requires_grad or (found[0] is None and found[1] is None):
             raise ValueError(
                 "outer_loss depends neither on the weights nor on a hyperparameter: compute it from model(...), "
                 "model.params or hyper, not from your own module, and without detach() or no_grad()."
             )
         gradients = [
             torch.zeros_like(leaf) if gradient is None else gradient
-            for leaf, gradient in zip(inputs, torch.autograd.grad(objective, inputs, allow_unused=True), strict=True)
+            for leaf, gradient in zip(inputs, found, strict=True)
         ]
         return loss, gradients[0], gradients[1], gradients[2] if len(gradients) > 2 else None
+
+    def _differentiate(self, name: str, value: Tensor, inputs: list[Any]) -> list[Tensor | None]:
+        """The gradient of a loss.
+
+        Returns:
+            One entry per input, None where the loss does not depend on it.
+
+        Raises:
+            ValueError: If it depends on the user's own tensors, which are not the ones that are trained.
+        """
+        if not value.requires_grad:
+            return [None] * len(inputs)
+        gradients: list[Tensor | None] = [*torch.autograd.grad(value, inputs + self._users, allow_unused=True)]
+        if any(gradient is not None for gradient in gradients[len(inputs) :]):
+            raise ValueError(
+                f"{name} depends on your own module, whose weights the solver does not train: compute it from "
+                "model(...) and model.params, and detach() what is meant as a constant."
+            )
+        return gradients[: len(inputs)]
 
     def _set_gradients(self, gradients: dict[str, list[Tensor | None]], level: str) -> Tensor:
         """Hand gradients to the parameters, clipped.
@@ -421,7 +443,7 @@ class Solver:
         norms = []
         for name, values in gradients.items():
             present = [gradient for gradient in values if gradient is not None]
-            norm = torch.nn.utils.get_total_norm(present).to(self.vector.dtype)
+            norm = torch.nn.utils.get_total_norm(present).to(self.vector)
             shrink = None if limit is None else (limit / (norm + 1e-6)).clamp(max=1.0)
             for param, gradient in zip(self._params[name], values, strict=True):
                 param.grad = gradient if gradient is None or shrink is None else gradient * shrink.to(gradient.dtype)
@@ -440,7 +462,7 @@ class Solver:
 
     def _check_inner(self, values: list[Tensor], norms: Tensor) -> None:
         terms = torch.stack([value.to(norms) for value in values])
-        record = torch.stack([terms.new_tensor(self.inner_steps), norms.sum(), terms[0], terms[1:].sum()])
+        record = torch.stack([terms.new_full((), self.inner_steps), norms.sum(), terms[0], terms[1:].sum()])
         if self._check_at_once:
             self._raise_if_bad("inner", record)
         else:
@@ -474,10 +496,22 @@ def check_integer(name: str, value: object, minimum: int) -> None:
         TypeError: If it is not an integer.
         ValueError: If it is too small.
     """
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not isinstance(value, Integral):
         raise TypeError(f"{name} must be an integer, got {type(value).__name__}: {value!r}.")
     if value < minimum:
         raise ValueError(f"{name} must be at least {minimum}, got {value}.")
+
+
+def length(loader: object) -> int | None:
+    """The number of batches of a loader.
+
+    Returns:
+        None if it is not known.
+    """
+    try:
+        return len(loader) if isinstance(loader, Sized) else None
+    except TypeError:  # a DataLoader over an IterableDataset has __len__ but no length
+        return None
 
 
 def check_loader(name: str, loader: object) -> None:
@@ -489,17 +523,24 @@ def check_loader(name: str, loader: object) -> None:
     """
     if loader is None:
         return
-    if isinstance(loader, Tensor | np.ndarray | str | dict) or not isinstance(loader, Iterable):
+    kind = type(loader).__name__
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
         raise TypeError(
-            f"{name} must be an iterable of batches (a DataLoader or a list) or None, got {type(loader).__name__}; "
-            f"wrap a single batch in a list: [batch]."
+            f"{name} must yield batches, but a {kind} holds single examples: write "
+            f"{name}=torch.utils.data.DataLoader(dataset, batch_size=...)."
         )
-    if iter(loader) is loader:
-        raise TypeError(f"{name} is a {type(loader).__name__}, exhausted after one pass: give a list or a DataLoader.")
+    if isinstance(loader, Tensor | np.ndarray | str | bytes | Mapping) or not isinstance(loader, Iterable):
+        raise TypeError(
+            f"{name} must be an iterable of batches (a DataLoader or a list) or None, got {kind}; "
+            "wrap a single batch in a list: [batch]."
+        )
+    # Not by iter(loader): that draws random numbers and may start worker processes.
+    if isinstance(loader, Iterator):
+        raise TypeError(f"{name} is a {kind}, exhausted after one pass: give a list or a DataLoader.")
     if isinstance(loader, tuple) and loader and all(isinstance(part, Tensor) for part in loader):
         raise TypeError(f"{name} is a tuple of tensors, which looks like one batch: write {name}=[(x, y)].")
-    if isinstance(loader, Sized) and len(loader) == 0:
-        raise ValueError(f"{name} is empty: give at least one batch.")
+    if length(loader) == 0:
+        raise ValueError(f"{name} is empty: a {kind} of length 0; give at least one batch.")
 
 
 def _checked_clip(name: str, clip: Any) -> float | None:
@@ -508,7 +549,7 @@ def _checked_clip(name: str, clip: Any) -> float | None:
     if isinstance(clip, bool) or not isinstance(clip, int | float):
         raise TypeError(f"{name} must be a number or None, got {type(clip).__name__}: {clip!r}.")
     if not 0 < clip < math.inf:
-        raise ValueError(f"{name} must be positive, got {clip}.")
+        raise ValueError(f"{name} must be positive and finite, got {clip}; None does not clip.")
     return float(clip)
 
 
@@ -537,12 +578,50 @@ def _make_optimizer(name: str, factory: Any, params: list[nn.Parameter]) -> Opti
 
 def _make_scheduler(name: str, factory: Any, optimizer: Optimizer) -> LRScheduler:
     if isinstance(factory, LRScheduler):
-        raise TypeError(f"{name} must be a factory, got a {type(factory).__name__} instance; write a lambda.")
+        raise TypeError(
+            f"{name} must be a factory, got a {type(factory).__name__} instance; write "
+            f"{name}=lambda optimizer: torch.optim.lr_scheduler.{type(factory).__name__}(optimizer, ...)."
+        )
     if not callable(factory):
         raise TypeError(f"{name} must be a function optimizer -> scheduler, got {type(factory).__name__}.")
     scheduler = factory(optimizer)
     if not isinstance(scheduler, LRScheduler):
         raise TypeError(f"{name} must return a torch.optim.lr_scheduler, got {type(scheduler).__name__}.")
     if scheduler.optimizer is not optimizer:
-        raise ValueError(f"{name} made a scheduler of another optimizer than it was given.")
+        raise ValueError(f"{name} made a scheduler of another optimizer than it was given: pass its argument on.")
     return scheduler
+
+
+def _check_layout(path: str, saved: Any, own: Any) -> None:
+    """Compare nested keys, shapes and dtypes; what an optimizer gathers (its ``state``) may differ.
+
+    Raises:
+        ValueError: At the first difference.
+    """
+    if isinstance(own, Tensor):
+        if not isinstance(saved, Tensor) or (saved.shape, saved.dtype) != (own.shape, own.dtype):
+            raise ValueError(f"{path} is {_describe(saved)}, this solver has {_describe(own)}.")
+    elif isinstance(own, dict):
+        if not isinstance(saved, dict) or saved.keys() != own.keys():
+            raise ValueError(f"{path} has {_describe(saved)}, this solver has {_describe(own)}.")
+        for key, value in own.items():
+            if key != "state":
+                _check_layout(f"{path}[{key!r}]", saved[key], value)
+    elif isinstance(own, list) and path.endswith("['param_groups']"):
+        if not isinstance(saved, list) or len(saved) != len(own):
+            raise ValueError(f"{path} has {_describe(saved)}, this solver has {_describe(own)}.")
+        for index, (one, other) in enumerate(zip(saved, own, strict=True)):
+            _check_layout(f"{path}[{index}]", one, other)
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)}"
+    if isinstance(value, dict):
+        return f"entries {', '.join(sorted(map(str, value)))}"
+    return f"a list of {len(value)}" if isinstance(value, list) else type(value).__name__
+
+
+def _detached(aux: Any) -> Any:
+    """Without its graph, which would keep the memory of the step."""
+    return pytree.tree_map_only(Tensor, Tensor.detach, aux)

@@ -46,7 +46,7 @@ class CenteredSTN(Hypernetwork):
             ValueError: If one is out of range.
         """
         super().__post_init__()
-        if self.objective not in {"centered", "stn"}:
+        if self.objective not in ("centered", "stn"):
             raise ValueError(f"CenteredSTN: objective must be 'centered' or 'stn', got {self.objective!r}.")
 
     def bind(self, problem: Problem) -> CenteredResponse:

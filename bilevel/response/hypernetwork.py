@@ -44,7 +44,7 @@ class Hypernetwork(Method):
             raise ValueError(
                 f"{name}: entropy must be None (fixed scale) or a number of at least 0, got {self.entropy!r}."
             )
-        if self.perturb_outer not in {None, True, False}:
+        if self.perturb_outer not in (None, True, False):
             raise ValueError(f"{name}: perturb_outer must be True, False or None, got {self.perturb_outer!r}.")
         if self.entropy is not None and self.perturb_outer is False:
             raise ValueError(f"{name}: perturb_outer=False leaves a learned scale without a loss; use entropy=None.")

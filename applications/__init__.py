@@ -1,0 +1,1 @@
+"""Applications of bilevel: they use its public names only."""

@@ -1,0 +1,68 @@
+"""Render formulas to MathML when the pages are built, so that they read without a network and without JavaScript."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from docutils import nodes
+from docutils.utils.math import MathError
+from docutils.utils.math.latex2mathml import tex2mathml
+from sphinx.util import logging
+from sphinx.util.math import get_node_equation_number
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+    from sphinx.writers.html5 import HTML5Translator
+
+logger = logging.getLogger(__name__)
+
+
+def render(node: nodes.math | nodes.math_block) -> str:
+    """Convert one formula; a failure is a warning, which fails the build.
+
+    Returns:
+        A ``math`` element.
+    """
+    block = isinstance(node, nodes.math_block)
+    try:
+        return tex2mathml(node.astext(), as_block=block)
+    except (MathError, TypeError, ValueError, SyntaxError) as error:
+        logger.warning("cannot convert the formula %r to MathML: %s", node.astext(), error, location=node)
+        return f"<code>{nodes.unescape(node.astext())}</code>"
+
+
+def visit_inline(translator: HTML5Translator, node: nodes.math) -> None:
+    """Write a formula in running text.
+
+    Raises:
+        nodes.SkipNode: Always, as the content is already written.
+    """
+    translator.body.append(translator.starttag(node, "span", "", CLASS="math notranslate"))
+    translator.body.append(f"{render(node)}</span>")
+    raise nodes.SkipNode
+
+
+def visit_block(translator: HTML5Translator, node: nodes.math_block) -> None:
+    """Write a displayed formula, with its number if it has a label.
+
+    Raises:
+        nodes.SkipNode: Always, as the content is already written.
+    """
+    translator.body.append(translator.starttag(node, "div", CLASS="math notranslate"))
+    translator.body.append(render(node))
+    if node["number"]:
+        translator.body.append(f'<span class="eqno">({get_node_equation_number(translator, node)})')
+        translator.add_permalink_ref(node, "Link to this equation")
+        translator.body.append("</span>")
+    translator.body.append("</div>\n")
+    raise nodes.SkipNode
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Register the renderer.
+
+    Returns:
+        What Sphinx wants to know about an extension.
+    """
+    app.add_html_math_renderer("mathml", (visit_inline, None), (visit_block, None))
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -1,0 +1,72 @@
+"""Configuration of the Sphinx pages: ``sphinx-build --fail-on-warning -b html docs docs/_build/html``."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import bilevel
+
+if TYPE_CHECKING:
+    from sphinx.application import Sphinx
+    from sphinx.environment import BuildEnvironment
+
+sys.path.insert(0, str(Path(__file__).parent / "_ext"))
+
+project = "bilevel"
+author = "The bilevel authors"
+copyright = author
+version = release = bilevel.__version__
+
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.doctest", "sphinx.ext.viewcode", "mathml"]
+exclude_patterns = ["_build"]
+nitpicky = True
+# Types of other projects: linking to their pages would need the network.
+nitpick_ignore_regex = [("py:.*", r"(abc|collections|pathlib|numpy|torch|Tensor|Path|Figure)(\..*)?")]
+
+autoclass_content = "both"
+autodoc_member_order = "bysource"
+autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+python_maximum_signature_line_length = 100
+python_use_unqualified_type_names = True
+
+html_theme = "furo"
+html_title = f"bilevel {version}"
+html_math_renderer = "mathml"
+html_static_path = ["_static"]
+html_css_files = ["custom.css"]
+html_copy_source = False
+html_show_sphinx = False
+
+
+def public_names() -> set[str]:
+    """What the API page must document.
+
+    Returns:
+        The full name of everything in ``bilevel.__all__``, and of every public function of ``bilevel.functional``.
+    """
+    functions = inspect.getmembers(bilevel.functional, inspect.isfunction)
+    own = {name for name, value in functions if value.__module__ == "bilevel.functional" and not name.startswith("_")}
+    return {f"bilevel.{name}" for name in bilevel.__all__} | {f"bilevel.functional.{name}" for name in own}
+
+
+def check_public_names(app: Sphinx, env: BuildEnvironment) -> None:
+    """Warn, and so fail the build, if the API page lacks a public name."""
+    from sphinx.util import logging
+
+    objects = env.domains.python_domain.objects
+    documented = {name for name, entry in objects.items() if entry.docname == "api" and not entry.aliased}
+    for name in sorted(public_names() - documented):
+        logging.getLogger(__name__).warning("the public name %s is missing from the API page", name, location="api")
+
+
+def setup(app: Sphinx) -> None:
+    """Check the API page once all pages are read."""
+    app.connect("env-check-consistency", check_public_names)

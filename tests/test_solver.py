@@ -1,0 +1,473 @@
+"""The two steps: what they move, what they leave alone, and how a run continues."""
+
+import io
+import math
+from functools import partial
+
+import pytest
+import torch
+from examples import (
+    assert_same,
+    at_call,
+    batches,
+    differs,
+    drive,
+    inner_loss,
+    make_problem,
+    make_solver,
+    network,
+    outer_loss,
+)
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
+
+import bilevel
+from bilevel import DeltaSTN, DivergenceError
+
+BATCH, *_ = BATCHES = batches()
+METHODS = [
+    *[pytest.param(method, id=name) for name, method in bilevel.METHODS.items()],
+    pytest.param(DeltaSTN(entropy=1e-2), id="learned scale"),
+    pytest.param(bilevel.CenteredSTN(objective="stn", perturb_outer=True), id="perturbed outer loss"),
+]
+OPTIMIZERS = {
+    "SGD": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
+    "Adam": partial(torch.optim.Adam, lr=1e-2, amsgrad=True),
+    "AdamW": partial(torch.optim.AdamW, lr=1e-2),
+    "RMSprop": partial(torch.optim.RMSprop, lr=1e-2, momentum=0.9, centered=True),
+}
+SCHEDULERS = {
+    "cosine": partial(lr_scheduler.CosineAnnealingLR, T_max=5),
+    "one cycle": partial(lr_scheduler.OneCycleLR, max_lr=0.1, total_steps=20),
+    "lambda": partial(lr_scheduler.LambdaLR, lr_lambda=lambda epoch: 0.9**epoch),
+    "sequential": lambda optimizer: lr_scheduler.SequentialLR(
+        optimizer, [lr_scheduler.ConstantLR(optimizer, 0.5, 2), lr_scheduler.StepLR(optimizer, 2)], [2]
+    ),
+    "multistep": partial(lr_scheduler.MultiStepLR, milestones=[2, 4]),
+}
+
+
+def rich_problem(**changes):
+    """With BatchNorm statistics and dropout, which a state must not forget."""
+    return make_problem(network(nn.BatchNorm1d(4), nn.Dropout(0.5)), **changes)
+
+
+def rich_solver(**changes):
+    settings = {"inner_optimizer": OPTIMIZERS["Adam"], "outer_optimizer": OPTIMIZERS["RMSprop"]}
+    return make_solver(rich_problem(), **{**settings, **changes})
+
+
+def assert_continues(make):
+    """A run that is saved to a file, read into a fresh solver and continued is the run that never stopped."""
+    straight = drive(make(seed=1), 6)
+    saved = drive(make(seed=1), 3)
+    file = io.BytesIO()
+    torch.save(saved.state_dict(), file)
+    file.seek(0)
+    resumed = make(seed=2)
+    resumed.load_state_dict(torch.load(file, weights_only=True))
+    assert_same(resumed.state_dict(), saved.state_dict())
+    drive(resumed, 3, start=3)
+    assert_same(resumed.state_dict(), straight.state_dict())
+    assert_same(resumed.module_state_dict, straight.module_state_dict)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_continues_bit_for_bit(method):
+    assert_continues(partial(rich_solver, method=method))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_continues_bit_for_bit(name):
+    assert_continues(partial(rich_solver, inner_optimizer=OPTIMIZERS[name], outer_optimizer=OPTIMIZERS[name]))
+
+
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_every_scheduler_continues_bit_for_bit(name):
+    inner, outer = OPTIMIZERS["SGD"], OPTIMIZERS["RMSprop"]
+    assert_continues(
+        partial(
+            rich_solver,
+            inner_optimizer=inner,
+            outer_optimizer=outer,
+            inner_scheduler=SCHEDULERS[name],
+            outer_scheduler=SCHEDULERS[name],
+        )
+    )
+
+
+def test_a_state_is_a_copy_both_ways():
+    solver = drive(rich_solver(), 1)
+    state = solver.state_dict()
+    taken = solver.state_dict()
+    drive(solver, 1)
+    assert_same(state, taken)
+    solver.load_state_dict(state)
+    drive(solver, 1)
+    assert_same(state, taken)
+    assert differs(solver.state_dict(), state)
+
+
+def test_hyper_and_params_are_copies():
+    solver = make_solver()
+    hyper, params, module_state = solver.hyper, solver.params, solver.module_state_dict
+    values = [value.clone() for value in (hyper["decay"], params["0.weight"], module_state["0.weight"])]
+    drive(solver, 2)
+    assert_same([hyper["decay"], params["0.weight"], module_state["0.weight"]], values)
+    assert differs(solver.params["0.weight"], values[1])
+
+
+def test_the_module_of_the_user_is_never_changed():
+    module = network(nn.BatchNorm1d(4), nn.Dropout(0.5))
+    module[1].eval()
+    before, modes = {k: v.clone() for k, v in module.state_dict().items()}, [part.training for part in module.modules()]
+    drive(make_solver(make_problem(module)), 2).evaluate(BATCHES)
+    assert_same(dict(module.state_dict()), before)
+    assert [part.training for part in module.modules()] == modes
+    assert all(param.grad is None for param in module.parameters())
+
+
+class TestOptimizers:
+    """Who trains what."""
+
+    def test_the_inner_weight_decay_reaches_the_weights_but_never_the_response(self):
+        decayed = partial(torch.optim.SGD, lr=0.1, weight_decay=0.5)
+        solver = make_solver(inner_optimizer=decayed, inner_scheduler=SCHEDULERS["cosine"])
+        drive(solver, 2)
+        assert [group["weight_decay"] for group in solver.optimizers["weights"].param_groups] == [0.5]
+        assert [group["weight_decay"] for group in solver.optimizers["response"].param_groups] == [0]
+
+    @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
+    def test_slopes_without_a_gradient_do_not_decay(self, optimizer):
+        flat = make_problem(
+            {"w": torch.ones(2)},
+            inner_loss=lambda model, hyper, batch: 0 * (model.params["w"].sum() * hyper["decay"]),
+            outer_loss=lambda model, hyper, batch: model.params["w"].sum(),
+        )
+        for own, kept in ((None, True), (partial(optimizer, lr=0.1, weight_decay=0.5), False)):
+            solver = make_solver(
+                flat, inner_optimizer=partial(optimizer, lr=0.1, weight_decay=0.5), response_optimizer=own
+            )
+            (slope,) = solver.optimizers["response"].param_groups[0]["params"]
+            slope.data.fill_(1.0)
+            solver.inner_step()
+            assert torch.equal(slope, torch.ones_like(slope)) == kept
+            assert solver.params["w"].max() < 1
+
+    def test_each_group_has_its_own_optimizer(self):
+        solver = make_solver(method=DeltaSTN(entropy=1e-3), response_optimizer=torch.optim.Adam)
+        kinds = {name: type(optimizer).__name__ for name, optimizer in solver.optimizers.items()}
+        assert kinds == {"weights": "SGD", "response": "Adam", "hyper": "SGD", "scale": "SGD"}
+        assert "scale" not in make_solver().optimizers
+
+    def test_inner_steps_move_no_hyperparameter_and_outer_steps_no_weight(self):
+        solver = make_solver(method=DeltaSTN(entropy=1e-2))
+        first = solver.state_dict()
+        solver.inner_step(BATCH)
+        second = solver.state_dict()
+        assert_same(second["vector"], first["vector"])
+        assert_same(second["response"]["scale.raw"], first["response"]["scale.raw"])
+        assert differs(second["response"]["inner.weights.0"], first["response"]["inner.weights.0"])
+        assert differs(second["response"]["theta.slopes.0"], first["response"]["theta.slopes.0"])
+        solver.outer_step(BATCH, BATCH)
+        third = solver.state_dict()
+        assert differs(third["vector"], second["vector"])
+        assert differs(third["response"].pop("scale.raw"), second["response"].pop("scale.raw"))
+        assert_same(third["response"], second["response"])
+
+    def test_a_second_loss_term_without_gradient_adds_nothing(self):
+        """A loss that happens to be constant where the response is trained must not double the other gradient."""
+
+        def loss(model, hyper, batch):
+            return model.params["w"].sum() if next(calls) == 0 else torch.zeros(())
+
+        calls = iter(range(9))
+        solver = make_solver(
+            make_problem({"w": torch.zeros(2)}, inner_loss=loss), inner_optimizer=partial(torch.optim.SGD, lr=1.0)
+        )
+        solver.inner_step()
+        assert solver.params["w"].tolist() == [-1.0, -1.0]
+
+
+class TestClipping:
+    """Gradient norms are limited for each group of parameters by itself."""
+
+    @staticmethod
+    def changes(solver):
+        """The norm of what SGD with learning rate 1 did to each group in one round."""
+        groups = {name: optimizer.param_groups[0]["params"] for name, optimizer in solver.optimizers.items()}
+        before = {name: [param.detach().clone() for param in group] for name, group in groups.items()}
+        solver.inner_step(BATCH)
+        solver.outer_step(BATCH, BATCH)
+        return {
+            name: torch.cat([(new - old).flatten() for new, old in zip(group, before[name], strict=True)]).norm().item()
+            for name, group in groups.items()
+        }
+
+    def test_large_gradients_get_the_limit_in_each_group_and_small_ones_stay(self):
+        make = partial(
+            make_solver,
+            make_problem(hyper={"decay": bilevel.positive(1.0)}),
+            method=DeltaSTN(entropy=1.0),
+            inner_optimizer=partial(torch.optim.SGD, lr=1.0),
+            outer_optimizer=partial(torch.optim.SGD, lr=1.0),
+        )
+        inner_only, free = self.changes(make(inner_clip=1e-3)), self.changes(make())
+        assert min(free.values()) > 1e-3
+        assert inner_only["weights"] == pytest.approx(1e-3, rel=1e-2)
+        assert inner_only["response"] == pytest.approx(1e-3, rel=1e-2)
+        assert inner_only["scale"] > 0.01
+        outer_only = self.changes(make(outer_clip=1e-3))
+        assert outer_only["hyper"] == pytest.approx(1e-3, rel=1e-2)
+        assert outer_only["scale"] == pytest.approx(1e-3, rel=1e-2)
+        assert outer_only["weights"] == free["weights"]
+        assert self.changes(make(inner_clip=1e6, outer_clip=1e6)) == free
+
+    def test_two_weights_that_share_a_gradient_tensor_are_clipped_once(self):
+        shared = make_problem(
+            {"a": torch.zeros(2), "b": torch.zeros(2)},
+            inner_loss=lambda model, hyper, batch: 5 * (model.params["a"] + model.params["b"]).sum(),
+            outer_loss=lambda model, hyper, batch: model.params["a"].sum(),
+        )
+        solver = make_solver(shared, inner_optimizer=partial(torch.optim.SGD, lr=1.0), inner_clip=1.0, method="stn")
+        solver.inner_step()
+        weights = torch.cat([param.detach() for param in solver.response.inner.weights])
+        torch.testing.assert_close(weights, torch.full((4,), -0.5))
+
+    def test_the_outer_step_reports_the_hypergradient_before_clipping(self):
+        clipped, free = (drive(make_solver(outer_clip=clip), 0) for clip in (1e-9, None))
+        for solver in (clipped, free):
+            solver.inner_step(BATCH)
+        assert_same(clipped.outer_step(BATCH, BATCH).hypergradient, free.outer_step(BATCH, BATCH).hypergradient)
+
+
+class TestSteps:
+    """What a step returns and hands to the losses."""
+
+    def test_the_inner_step_returns_the_loss_before_it(self):
+        solver = make_solver(method="delta_stn")
+        model = solver.response.inner.model(solver.params)
+        expected = inner_loss(model, solver.hyper, BATCH)
+        actual = solver.inner_step(BATCH)
+        torch.testing.assert_close(actual, expected)
+        assert not actual.requires_grad
+
+    def test_losses_per_example_are_averaged(self):
+        def per_example(model, hyper, batch):
+            x, y = batch
+            return (model(x) - y).square().squeeze(1) + hyper["decay"] * bilevel.l2(model.params)
+
+        one, other = make_solver(make_problem(inner_loss=per_example)), make_solver()
+        torch.testing.assert_close(one.inner_step(BATCH), other.inner_step(BATCH))
+        torch.testing.assert_close(one.params, other.params)
+
+    def test_nested_batches_reach_the_loss_whole_and_on_the_device_of_the_weights(self):
+        def loss(model, hyper, batch):
+            assert batch["names"] == ["a", None]
+            assert batch["data"][0].device == model.params["0.weight"].device
+            return inner_loss(model, hyper, batch["data"])
+
+        problem = make_problem(inner_loss=loss, outer_loss=loss)
+        if torch.cuda.is_available():
+            problem = make_problem(network().cuda(), inner_loss=loss, outer_loss=loss)
+        solver = make_solver(problem)
+        batch = {"data": BATCH, "names": ["a", None]}
+        solver.inner_step(batch)
+        solver.outer_step(batch, batch)
+        assert math.isfinite(solver.evaluate([batch]))
+
+    def test_aux_comes_back_without_its_graph(self):
+        def with_aux(loss):
+            def wrapped(model, hyper, batch):
+                return loss(model, hyper, batch), {"prediction": model(batch[0]), "note": "kept"}
+
+            return wrapped
+
+        solver = make_solver(make_problem(inner_loss=with_aux(inner_loss), outer_loss=with_aux(outer_loss)))
+        solver.inner_step(BATCH)
+        for aux in (solver.inner_aux, solver.outer_step(BATCH, BATCH).aux):
+            assert aux["prediction"].shape == (5, 1)
+            assert not aux["prediction"].requires_grad
+            assert aux["note"] == "kept"
+
+    def test_the_hypergradient_has_a_direct_part(self):
+        def both(model, hyper, batch):
+            return outer_loss(model, hyper, batch) + 3 * hyper["decay"]
+
+        step = make_solver(make_problem(outer_loss=both)).outer_step(BATCH, BATCH)
+        torch.testing.assert_close(step.direct, torch.tensor([0.03]))  # d(3 exp λ) = 3 exp λ at exp λ = 0.01
+        torch.testing.assert_close(step.hypergradient, step.direct)  # slopes start at zero
+
+    @pytest.mark.parametrize("level", ["inner", "outer"])
+    @pytest.mark.parametrize("error", [RuntimeError("mine"), KeyboardInterrupt()], ids=["error", "interrupt"])
+    @pytest.mark.parametrize("method", METHODS)
+    def test_exceptions_in_a_loss_leave_the_state_as_it_was(self, method, level, error):
+        def failing(model, hyper, batch):
+            model(batch[0])  # draws a dropout mask, and updates the BatchNorm statistics of an inner step
+            if broken:
+                raise error
+            return {"inner": inner_loss, "outer": outer_loss}[level](model, hyper, batch)
+
+        broken = False
+        solver = drive(make_solver(rich_problem(**{f"{level}_loss": failing}), method=method), 2)
+        before, aux = solver.state_dict(), solver.inner_aux
+        broken = True
+        with pytest.raises(type(error)) as caught:
+            solver.inner_step(BATCH) if level == "inner" else solver.outer_step(BATCH, BATCH)
+        assert caught.value is error
+        assert_same(solver.state_dict(), before)
+        assert solver.inner_aux is aux
+
+
+class TestEvaluate:
+    """A full validation pass."""
+
+    def test_it_is_weighted_by_examples_and_equals_one_big_batch(self):
+        solver = drive(make_solver(), 1)
+        x, y = (torch.cat(parts) for parts in zip(*BATCHES, strict=True))
+        ragged = [(x[:3], y[:3]), (x[3:4], y[3:4]), (x[4:], y[4:])]
+        assert solver.evaluate(ragged) == pytest.approx(solver.evaluate([(x, y)]), rel=1e-6)
+        assert solver.evaluate(ragged) != pytest.approx(solver.evaluate(ragged[:2]), rel=1e-3)
+
+    def test_it_uses_the_users_count_of_examples(self):
+        weighted = make_problem(
+            examples=lambda batch: batch[2], outer_loss=lambda model, hyper, batch: 0 * hyper["decay"] + batch[0]
+        )
+        loader = [(torch.tensor(1.0), None, 1), (torch.tensor(5.0), None, 3)]
+        assert make_solver(weighted).evaluate(loader) == 4.0
+
+    def test_it_changes_nothing_but_its_own_stream(self):
+        solver = drive(rich_solver(), 1)
+        before = solver.state_dict()
+        solver.evaluate(DataLoader(torch.utils.data.TensorDataset(*BATCH), shuffle=True))
+        after = solver.state_dict()
+        before["streams"].pop("evaluation"), after["streams"].pop("evaluation")
+        assert_same(after, before)
+
+    def test_it_is_in_eval_mode_and_unperturbed(self):
+        solver = drive(rich_solver(method=DeltaSTN(entropy=1e-2)), 1)
+        assert solver.evaluate(BATCHES) == solver.evaluate(BATCHES)
+
+    def test_a_loss_without_batches_is_evaluated_once(self):
+        problem = make_problem(
+            {"w": torch.full((2,), 3.0)}, outer_loss=lambda model, hyper, batch: model.params["w"].square().sum()
+        )
+        assert make_solver(problem).evaluate() == 18.0
+
+
+class TestSchedulers:
+    """Advanced by ``schedule``."""
+
+    def test_the_outer_ones_wait_for_the_first_outer_step(self):
+        step = partial(lr_scheduler.StepLR, step_size=1, gamma=0.1)
+        solver = make_solver(inner_scheduler=step, outer_scheduler=step)
+        solver.inner_step(BATCH)
+        solver.schedule()
+        rates = {name: scheduler.get_last_lr()[0] for name, scheduler in solver.schedulers.items()}
+        assert rates == pytest.approx({"weights": 0.005, "response": 0.005, "hyper": 0.05})
+        solver.outer_step(BATCH, BATCH)
+        solver.schedule()
+        rates = {name: scheduler.get_last_lr()[0] for name, scheduler in solver.schedulers.items()}
+        assert rates == pytest.approx({"weights": 0.0005, "response": 0.0005, "hyper": 0.005})
+
+    def test_plateaus_are_judged_by_validation_losses_only(self):
+        plateau = partial(lr_scheduler.ReduceLROnPlateau, factor=0.5, patience=0)
+        solver = drive(make_solver(inner_scheduler=plateau, outer_scheduler=plateau), 3)
+        assert solver.schedulers["weights"].get_last_lr() == [0.05]
+        for loss in (1.0, 2.0):
+            solver.schedule(loss)
+        assert {scheduler.get_last_lr()[0] for scheduler in solver.schedulers.values()} == {0.025}
+
+
+class Forbid(TorchDispatchMode):
+    """Reading a number from the device stops the host until the device has caught up."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function is not torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+class ForbidLists(TorchFunctionMode):
+    """``tolist`` and ``numpy`` read without a dispatched operation on the CPU."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        assert function not in {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu}
+        return function(*args, **(kwargs or {}))
+
+
+class TestDeferredChecks:
+    """On an accelerator a bad step is noted on the device, read at the next check, and undone."""
+
+    @staticmethod
+    def deferred(solver):
+        solver._check_at_once = False
+        return solver
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_an_inner_step_reads_nothing_from_the_device(self, method):
+        solver = self.deferred(drive(make_solver(rich_problem(), method=method, inner_clip=1.0), 1))
+        with Forbid(), ForbidLists():
+            solver.inner_step(BATCH)
+            solver.inner_step(BATCH)
+
+    def test_the_forbidding_works(self):
+        solver = drive(make_solver(), 1)
+        with pytest.raises(AssertionError), ForbidLists():
+            solver.inner_step(BATCH)
+        with pytest.raises(AssertionError), Forbid():
+            float(torch.ones(()) + 1)
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_it_trains_as_the_immediate_path_does(self, method):
+        make = partial(rich_solver, method=method)
+        assert_same(drive(self.deferred(make()), 4).state_dict(), drive(make(), 4).state_dict())
+
+    @pytest.mark.parametrize("ending", ["outer_step", "check"])
+    @pytest.mark.parametrize("method", METHODS)
+    def test_the_first_bad_step_is_named_and_all_since_the_last_check_undone(self, method, ending):
+        terms = 1 if getattr(method, "objective", None) == "stn" or isinstance(method, bilevel.STN) else 2
+        start = 4  # inner steps of two good rounds
+        loss = at_call((start + 1) * terms, lambda loss: loss * math.nan, inner_loss)
+        solver = make_solver(rich_problem(inner_loss=loss), method=method, inner_optimizer=OPTIMIZERS["Adam"])
+        drive(self.deferred(solver), 2)
+        good = solver.state_dict()
+        for batch in BATCHES:
+            solver.inner_step(batch)
+        assert solver.params["0.weight"].isnan().all()
+        with pytest.raises(DivergenceError, match=r"the inner loss is nan.* at inner step 5, counted from 0"):
+            solver.check() if ending == "check" else solver.outer_step(BATCH, BATCH)
+        assert_same(solver.state_dict(), good)
+        drive(solver, 1)  # and the run can go on
+
+    def test_a_check_that_passes_is_a_new_good_state(self):
+        loss = at_call(4, lambda loss: loss * math.inf, inner_loss)
+        solver = self.deferred(make_solver(rich_problem(inner_loss=loss)))
+        for _ in range(2):
+            solver.inner_step(BATCH)
+        solver.check()
+        good = solver.state_dict()
+        solver.inner_step(BATCH)
+        with pytest.raises(DivergenceError, match=r"the inner loss is inf.* at inner step 2"):
+            solver.check()
+        assert_same(solver.state_dict(), good)
+
+    def test_what_the_user_changes_between_rounds_survives_the_return(self):
+        loss = at_call(4, lambda loss: loss * math.nan, inner_loss)
+        solver = drive(self.deferred(make_solver(make_problem(inner_loss=loss))), 1)
+        solver.optimizers["weights"].param_groups[0]["lr"] = 1e-5
+        solver.inner_step(BATCH)
+        with pytest.raises(DivergenceError):
+            solver.check()
+        assert solver.optimizers["weights"].param_groups[0]["lr"] == 1e-5
+
+    def test_a_bad_outer_step_is_undone_alone(self):
+        loss = at_call(0, lambda loss: loss * math.nan, outer_loss)
+        solver = self.deferred(make_solver(rich_problem(outer_loss=loss)))
+        solver.inner_step(BATCH)
+        good = solver.state_dict()
+        with pytest.raises(DivergenceError, match=r"the outer loss is nan .*at outer step 0"):
+            solver.outer_step(BATCH, BATCH)
+        assert_same(solver.state_dict(), good)
