@@ -28,7 +28,7 @@ nitpick_ignore_regex = [("py:.*", r"(abc|collections|pathlib|numpy|torch|Tensor|
 
 autoclass_content = "both"
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True, "show-inheritance": True}
+autodoc_default_options = {"members": True}
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 autodoc_preserve_defaults = True
@@ -50,11 +50,15 @@ def public_names() -> set[str]:
     """What the API page must document.
 
     Returns:
-        The full name of everything in ``bilevel.__all__``, and of every public function of ``bilevel.functional``.
+        The full name of everything in ``bilevel.__all__``, and of what only ``bilevel.functional`` has.
     """
+    top = {f"bilevel.{name}" for name in bilevel.__all__}
     functions = inspect.getmembers(bilevel.functional, inspect.isfunction)
-    own = {name for name, value in functions if value.__module__ == "bilevel.functional" and not name.startswith("_")}
-    return {f"bilevel.{name}" for name in bilevel.__all__} | {f"bilevel.functional.{name}" for name in own}
+    return top | {
+        f"bilevel.functional.{name}"
+        for name, value in functions
+        if value.__module__ == "bilevel.functional" and not name.startswith("_") and f"bilevel.{name}" not in top
+    }
 
 
 def check_public_names(app: Sphinx, env: BuildEnvironment) -> None:

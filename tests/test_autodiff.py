@@ -59,7 +59,7 @@ NETWORKS = {
     "gelu, silu": (lambda: nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 2), nn.SiLU()), ROWS),
     "softmax": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Softmax(1), nn.Linear(6, 3), nn.LogSoftmax(1)), ROWS),
     "batch norm": (lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 2)), ROWS),
-    "batch norm 2d": (lambda: images(nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 3)), PICTURES),
+    "batch norm, in place": (lambda: images(nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 2, 3)), PICTURES),
     "instance norm": (lambda: images(nn.InstanceNorm2d(4, affine=True), nn.ReLU(), nn.Conv2d(4, 2, 3)), PICTURES),
     "group norm": (lambda: images(nn.GroupNorm(2, 4), nn.ReLU(), nn.Conv2d(4, 2, 3)), PICTURES),
     "layer norm": (lambda: nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 2)), ROWS),

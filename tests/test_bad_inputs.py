@@ -469,12 +469,6 @@ LOSSES = [
         r"depends? (neither )?on the weights.*model\(...\)",
     ),
     (
-        "dtype of the batch",
-        lambda model, hyper, batch: model(batch.double()).mean(),
-        RuntimeError,
-        r"Double.*while evaluating NAME.*weights: torch.float32 on cpu; batch: torch.float32 \(5, 3\)",
-    ),
-    (
         "shape of the batch",
         lambda model, hyper, batch: model(batch.T).mean(),
         RuntimeError,
@@ -492,6 +486,14 @@ def test_bad_losses_leave_the_solver_as_it_was(name, loss, error, message):
         solver.inner_step(X) if name == "inner_loss" else solver.outer_step(X, X)
     assert name in str(caught.value) + str(getattr(caught.value, "__notes__", ""))
     assert_same(solver.state_dict(), before)
+
+
+def test_a_batch_of_another_dtype_is_told_from_the_weights():
+    doubles = [(x.double(), y.double()) for x, y in batches()]
+    for level, changes in (("inner", {"train": doubles}), ("outer", {"valid": doubles})):
+        note = rf"while evaluating {level}_loss.*weights: torch.float32 on cpu; batch: torch.float64 \(5, 3\) on cpu"
+        with pytest.raises(RuntimeError, match=rf"(?s)dtype.*{note}"):
+            solve(**changes)
 
 
 def test_a_problem_without_a_network_cannot_predict():
@@ -591,6 +593,13 @@ def changed(key, value):
     return other() | {key: value}
 
 
+def with_a_parameter_too_many():
+    """A state that fits in all that can be compared beforehand, and fails halfway through loading."""
+    state = other()
+    state["optimizers"]["hyper"]["param_groups"][0]["params"] = [0, 1]
+    return state
+
+
 STATES = [
     ("None", lambda: None, r"not a Solver.state_dict\(\): it lacks hyper, inner_steps"),
     ("the module's", lambda: network().state_dict(), r"not a Solver.state_dict\(\): it lacks hyper"),
@@ -636,6 +645,7 @@ STATES = [
         r"state\['vector'\] is a list of 1, this solver has torch.float32 \(1,\)",
     ),
     ("response", lambda: changed("response", None), r"state\['response'\] has NoneType, this solver has entries"),
+    ("a parameter too many", with_a_parameter_too_many, r"does not fit this solver: .*doesn't match the size"),
     ("counts", lambda: changed("inner_steps", "2"), r"state\['inner_steps'\] must be an integer, got str: '2'"),
     (
         "random state",

@@ -1,5 +1,6 @@
 """The two steps: what they move, what they leave alone, and how a run continues."""
 
+import copy
 import io
 import math
 from functools import partial
@@ -7,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from examples import (
+    RATE,
     assert_same,
     at_call,
     batches,
@@ -80,6 +82,12 @@ def test_every_method_continues_bit_for_bit(method):
     assert_continues(partial(rich_solver, method=method))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_run_on_the_gpu_continues_bit_for_bit():
+    problem = make_problem(network(nn.BatchNorm1d(4), nn.Dropout(0.5)).cuda())
+    assert_continues(partial(make_solver, problem, inner_optimizer=OPTIMIZERS["Adam"]))
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_optimizer_continues_bit_for_bit(name):
     assert_continues(partial(rich_solver, inner_optimizer=OPTIMIZERS[name], outer_optimizer=OPTIMIZERS[name]))
@@ -102,7 +110,7 @@ def test_every_scheduler_continues_bit_for_bit(name):
 def test_a_state_is_a_copy_both_ways():
     solver = drive(rich_solver(), 1)
     state = solver.state_dict()
-    taken = solver.state_dict()
+    taken = copy.deepcopy(state)
     drive(solver, 1)
     assert_same(state, taken)
     solver.load_state_dict(state)
@@ -367,19 +375,19 @@ class TestSchedulers:
         solver.inner_step(BATCH)
         solver.schedule()
         rates = {name: scheduler.get_last_lr()[0] for name, scheduler in solver.schedulers.items()}
-        assert rates == pytest.approx({"weights": 0.005, "response": 0.005, "hyper": 0.05})
+        assert rates == pytest.approx({"weights": RATE / 10, "response": RATE / 10, "hyper": RATE})
         solver.outer_step(BATCH, BATCH)
         solver.schedule()
         rates = {name: scheduler.get_last_lr()[0] for name, scheduler in solver.schedulers.items()}
-        assert rates == pytest.approx({"weights": 0.0005, "response": 0.0005, "hyper": 0.005})
+        assert rates == pytest.approx({"weights": RATE / 100, "response": RATE / 100, "hyper": RATE / 10})
 
     def test_plateaus_are_judged_by_validation_losses_only(self):
         plateau = partial(lr_scheduler.ReduceLROnPlateau, factor=0.5, patience=0)
         solver = drive(make_solver(inner_scheduler=plateau, outer_scheduler=plateau), 3)
-        assert solver.schedulers["weights"].get_last_lr() == [0.05]
+        assert solver.schedulers["weights"].get_last_lr() == [RATE]
         for loss in (1.0, 2.0):
             solver.schedule(loss)
-        assert {scheduler.get_last_lr()[0] for scheduler in solver.schedulers.values()} == {0.025}
+        assert {scheduler.get_last_lr()[0] for scheduler in solver.schedulers.values()} == {RATE / 2}
 
 
 class Forbid(TorchDispatchMode):

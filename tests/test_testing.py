@@ -42,11 +42,10 @@ def test_report_counts_what_passed():
 class Broken(bilevel.Method):
     """An STN whose response class is replaced."""
 
-    response: type = STNResponse
-    settings: bilevel.STN = bilevel.STN()
+    response: type
 
     def bind(self, problem):
-        return self.response(problem, self.settings)
+        return self.response(problem, bilevel.STN())
 
 
 class _Response(bilevel.BestResponse):

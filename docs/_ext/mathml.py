@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import html
+import re
 from typing import TYPE_CHECKING, Any
 
 from docutils import nodes
@@ -16,6 +18,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# What the converter accepts and renders wrongly: arguments without braces, and a text below a brace.
+MISREAD = re.compile(r"\\[a-z]*frac\s*[^{\sa-z]|\\underbrace.*_")
+
 
 def render(node: nodes.math | nodes.math_block) -> str:
     """Convert one formula; a failure is a warning, which fails the build.
@@ -24,11 +29,13 @@ def render(node: nodes.math | nodes.math_block) -> str:
         A ``math`` element.
     """
     block = isinstance(node, nodes.math_block)
+    if MISREAD.search(node.astext()):
+        logger.warning("the converter would misread the formula %r: use braces", node.astext(), location=node)
     try:
         return tex2mathml(node.astext(), as_block=block)
     except (MathError, TypeError, ValueError, SyntaxError) as error:
         logger.warning("cannot convert the formula %r to MathML: %s", node.astext(), error, location=node)
-        return f"<code>{nodes.unescape(node.astext())}</code>"
+        return f"<code>{html.escape(node.astext())}</code>"
 
 
 def visit_inline(translator: HTML5Translator, node: nodes.math) -> None:

@@ -1,0 +1,246 @@
+"""Tune six regularizers of an MLP on scikit-learn's digits, in one training run per method.
+
+A weight decay for each layer, and a dropout rate for the input and for each hidden layer. Every method starts from the
+same weights and hyperparameters; ``fixed`` keeps the hyperparameters where they start.
+
+    python -m applications.digits       # or: make demo
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import itertools
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+from tqdm.auto import tqdm
+
+import bilevel
+
+METHODS = ("stn", "centered_stn", "delta_stn")
+BATCH, INNER_STEPS, EVALUATE_EVERY = 100, 5, 10
+INNER = partial(torch.optim.Adam, lr=1e-3)
+Batch = tuple[Tensor, Tensor]
+
+
+class MLP(nn.Module):
+    """Two hidden layers; dropout before each of the three linear maps."""
+
+    def __init__(self, width: int = 128) -> None:
+        """Draw the weights."""
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, width), nn.Linear(width, width), nn.Linear(width, 10)])
+
+    def forward(self, x: Tensor, rates: Tensor) -> Tensor:
+        """Predict logits, with one dropout rate per layer."""
+        for index, layer in enumerate(self.layers):
+            x = bilevel.functional.dropout(x if index == 0 else F.relu(x), rates[index], training=self.training)
+            x = layer(x)
+        return x
+
+
+def train_loss(model: bilevel.Model, hyper: Mapping[str, Tensor], batch: Batch) -> Tensor:
+    """Cross-entropy with dropout, and one L2 penalty per layer."""
+    x, y = batch
+    weights = [model.params[f"layers.{index}.weight"] for index in range(3)]
+    penalty = sum(hyper["decay"][index] * bilevel.l2([weight]) for index, weight in enumerate(weights))
+    return F.cross_entropy(model(x, hyper["dropout"]), y) + penalty
+
+
+def valid_loss(model: bilevel.Model, hyper: Mapping[str, Tensor], batch: Batch) -> Tensor:
+    """Cross-entropy; in eval mode dropout does nothing."""
+    x, y = batch
+    return F.cross_entropy(model(x, hyper["dropout"]), y)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the table and the figure show of a run.
+
+    Attributes:
+        name: Of the method.
+        hyper: Natural values at the end.
+        state_dict: Weights at the best validation loss.
+        validation_loss: The best one.
+        history: Validation loss and hyperparameters by round.
+        seconds: Time of the whole run.
+    """
+
+    name: str
+    hyper: Mapping[str, Tensor]
+    state_dict: Mapping[str, Any]
+    validation_loss: float
+    history: bilevel.History
+    seconds: float
+
+
+def load(device: torch.device, seed: int) -> dict[str, TensorDataset]:
+    """Split the 1797 digits into 300 for training, 500 for validation and 997 for the test.
+
+    Returns:
+        The three sets, on the device.
+    """
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    x = torch.tensor(images / 16, dtype=torch.float32, device=device)
+    y = torch.tensor(labels, device=device)
+    rows = torch.randperm(len(y), generator=torch.Generator().manual_seed(seed)).split([300, 500, 997])
+    return {name: TensorDataset(x[part], y[part]) for name, part in zip(("train", "valid", "test"), rows, strict=True)}
+
+
+def problem(net: MLP) -> bilevel.Problem:
+    """The bilevel problem: what is trained, what is tuned, and where it starts."""
+    return bilevel.Problem(
+        net,
+        inner_loss=train_loss,
+        outer_loss=valid_loss,
+        hyper={
+            "dropout": bilevel.interval(0.0, 0.95, init=[0.05, 0.05, 0.05]),
+            "decay": bilevel.positive([1e-4, 1e-4, 1e-4]),
+        },
+    )
+
+
+def tune(method: str, net: MLP, data: dict[str, TensorDataset], *, rounds: int, seed: int, progress: bool) -> Run:
+    """Train the weights and tune the hyperparameters with one method.
+
+    Returns:
+        The run.
+    """
+    started = time.perf_counter()
+    solution = bilevel.solve(
+        problem(net),
+        DataLoader(data["train"], batch_size=BATCH, shuffle=True),
+        DataLoader(data["valid"], batch_size=BATCH, shuffle=True),
+        method=method,
+        inner_optimizer=INNER,
+        outer_optimizer=partial(torch.optim.RMSprop, lr=0.02),
+        inner_steps=INNER_STEPS,
+        warmup=rounds // 20,
+        steps=rounds,
+        evaluate_every=EVALUATE_EVERY,
+        progress=progress,
+        seed=seed,
+    )
+    best = solution.best
+    seconds = time.perf_counter() - started
+    return Run(method, solution.hyper, best.state_dict, best.validation_loss, solution.history, seconds)
+
+
+def train_fixed(net: MLP, data: dict[str, TensorDataset], *, rounds: int, seed: int, progress: bool) -> Run:
+    """Train the weights for as many steps with the initial hyperparameters, in plain PyTorch.
+
+    Returns:
+        The run.
+    """
+    started = time.perf_counter()
+    net = copy.deepcopy(net)
+    model = bilevel.Model(dict(net.named_parameters()), net)
+    hyper = {name: entry.init.float() for name, entry in problem(net).space.hyper.items()}
+    optimizer = INNER(net.parameters())
+    torch.manual_seed(seed)
+    history = bilevel.History()
+    columns = {f"{name}[{index}]": float(v) for name, value in hyper.items() for index, v in enumerate(value)}
+    best, state = math.inf, net.state_dict()
+    batches = itertools.chain.from_iterable(itertools.repeat(DataLoader(data["train"], batch_size=BATCH, shuffle=True)))
+    for index in tqdm(range(1, rounds + 1), unit="round", disable=not progress):
+        net.train()
+        for batch in itertools.islice(batches, INNER_STEPS):
+            optimizer.zero_grad()
+            train_loss(model, hyper, batch).backward()
+            optimizer.step()
+        if index % EVALUATE_EVERY == 0:
+            loss, _ = evaluate(net, data["valid"])
+            history.append({"round": index, "validation_loss": loss, **columns})
+            if loss < best:
+                best, state = loss, copy.deepcopy(net.state_dict())
+    return Run("fixed", hyper, state, best, history, time.perf_counter() - started)
+
+
+@torch.no_grad()
+def evaluate(net: MLP, data: TensorDataset) -> tuple[float, float]:
+    """The loss and the accuracy on a whole set."""
+    net.eval()
+    x, y = data.tensors
+    logits = net(x, torch.zeros(3, device=x.device))
+    return float(F.cross_entropy(logits, y)), float((logits.argmax(1) == y).float().mean())
+
+
+def report(runs: list[Run], net: MLP, data: dict[str, TensorDataset]) -> str:
+    """The final table: the weights of the best validation loss on the test set, and the values found."""
+    lines = [f"{'method':<14}{'valid loss':>11}{'test loss':>11}{'test acc':>10}{'time':>8}   dropout, decay per layer"]
+    for run in runs:
+        net.load_state_dict(run.state_dict)
+        loss, accuracy = evaluate(net, data["test"])
+        found = " ".join(f"{value:.2f}" for value in run.hyper["dropout"].tolist())
+        found += "   " + " ".join(f"{value:.1e}" for value in run.hyper["decay"].tolist())
+        seconds = f"{run.seconds:.1f} s"
+        lines.append(f"{run.name:<14}{run.validation_loss:11.4f}{loss:11.4f}{accuracy:10.1%}{seconds:>8}   {found}")
+    return "\n".join(lines)
+
+
+def draw(runs: list[Run], path: Path) -> None:
+    """Save the validation losses and the schedules of all hyperparameters, one line per method."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 7, figsize=(21, 3.2), layout="constrained")
+    columns = ["validation_loss", *(f"{name}[{index}]" for name in ("dropout", "decay") for index in range(3))]
+    for axis, column in zip(axes, columns, strict=True):
+        for run in runs:
+            values = run.history[column]
+            there = ~np.isnan(values)
+            axis.plot(run.history["round"][there], values[there], label=run.name, linewidth=1.5)
+        axis.set_title(column.replace("_", " "))
+        axis.set_xlabel("round")
+        axis.grid(alpha=0.3)
+        if not column.startswith("dropout"):
+            axis.set_yscale("log")
+    axes[0].legend()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Run every method, print the table, save the figure."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=600, help="rounds of 5 inner steps and 1 outer step")
+    parser.add_argument("--seed", type=int, default=0, help="of split, weights and training")
+    parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda if there is one)")
+    parser.add_argument("--out", type=Path, default=Path("runs/digits"), help="folder for digits.png and digits.txt")
+    parser.add_argument("--quiet", action="store_true", help="no progress bars")
+    options = parser.parse_args()
+    name = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
+    if name == "cpu":
+        torch.set_num_threads(1)  # the fastest for matrices this small
+    data = load(torch.device(name), options.seed)
+    torch.manual_seed(options.seed)
+    net = MLP().to(name)
+    settings = {"rounds": options.rounds, "seed": options.seed, "progress": not options.quiet}
+    print(f"MLP 64-128-128-10 on {name}; 300 digits to train, 500 to validate, 997 to test.", flush=True)
+    runs = []
+    for method in ("fixed", *METHODS):
+        print(method, flush=True)
+        runs.append(train_fixed(net, data, **settings) if method == "fixed" else tune(method, net, data, **settings))
+    table = report(runs, net, data)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "digits.txt").write_text(table + "\n", encoding="utf-8")
+    draw(runs, options.out / "digits.png")
+    print(f"\n{table}\n\nSchedules: {options.out / 'digits.png'}")
+
+
+if __name__ == "__main__":
+    main()
