@@ -49,7 +49,7 @@ def linearize(
                 if "forward AD" in str(error) or "forward mode" in str(error):
                     error.add_note(
                         "The network contains an operation without forward-mode differentiation, which delta_stn "
-                        "needs. Use method='centered_stn', or replace the operation (nn.LSTM and nn.GRU: use cells)."
+                        "needs. Use method='centered_stn', or replace the operation (nn.LSTM: use nn.LSTMCell)."
                     )
                 raise
             return pytree.tree_map(_primal_plus_tangent, output)

@@ -157,7 +157,8 @@ def interval(lo: float, hi: float, init: Any) -> Hyper:
 def integer(lo: float, hi: float, init: Any) -> Hyper:
     r"""A whole number from ``lo`` to ``hi``, both included.
 
-    A stretched sigmoid on :math:`(lo - \tfrac{1}{2}, hi + \tfrac{1}{2})`, rounded. Rounding has no gradient: only methods whose
+    A stretched sigmoid on :math:`(lo - \tfrac{1}{2}, hi + \tfrac{1}{2})`, rounded. Rounding has no gradient: only
+    methods whose
     response is learned from perturbed losses (``stn``, ``centered_stn``, ``delta_stn``) can tune it.
 
     Args:

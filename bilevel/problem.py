@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import UninitializedParameter
 from torch.utils import _pytree as pytree
 
@@ -134,6 +135,7 @@ class Problem:
             raise ValueError(f"outer_mode must be 'eval' or 'train', got {outer_mode!r}.")
         self.module = inner if isinstance(inner, nn.Module) else None
         self.params = _trainable(inner)
+        self._parts = frozenset() if self.module is None else frozenset(map(id, self.module.modules()))
         self.space = Space(hyper)
         self.examples = examples or _first_dimension
         self._losses = {"inner_loss": inner_loss, "outer_loss": outer_loss}
@@ -189,6 +191,28 @@ class Problem:
             The loss, reduced to a scalar.
         """
         return self._evaluate("outer_loss", model, hyper, batch)
+
+    @contextmanager
+    def differentiating(self) -> Generator[None]:
+        """Refuse forward passes of the network inside the block.
+
+        Activation checkpointing repeats parts of them while it differentiates. The module has its own weights again by
+        then, so that the gradient would be wrong.
+        """
+
+        def refuse(module: nn.Module, args: Any) -> None:
+            if id(module) in self._parts:
+                raise RuntimeError(
+                    f"the network ran its {type(module).__name__} again during differentiation, as "
+                    "torch.utils.checkpoint does. That would use other weights than the ones being trained: remove "
+                    "the checkpointing from the network."
+                )
+
+        handle = register_module_forward_pre_hook(refuse)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def state_dict(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Any]:
         """Put weights and buffers under every name that the module's own ``state_dict`` has, tied and frozen included.

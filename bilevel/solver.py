@@ -423,7 +423,8 @@ class Solver:
         """
         if not value.requires_grad:
             return [None] * len(inputs)
-        gradients: list[Tensor | None] = [*torch.autograd.grad(value, inputs + self._users, allow_unused=True)]
+        with self.problem.differentiating():
+            gradients: list[Tensor | None] = [*torch.autograd.grad(value, inputs + self._users, allow_unused=True)]
         if any(gradient is not None for gradient in gradients[len(inputs) :]):
             raise ValueError(
                 f"{name} depends on your own module, whose weights the solver does not train: compute it from "

@@ -56,7 +56,7 @@ class Case:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     def quadratic(self, **changes: Any) -> Problem:
-        r"""Inside :math:`\tfrac12 w^\top A w + w^\top B \lambda`, outside :math:`\tfrac12|w - c|^2 + |\lambda|^2`.
+        r"""Inside :math:`w^\top A w / 2 + w^\top B \lambda`, outside :math:`|w - c|^2 / 2 + |\lambda|^2`.
 
         Returns:
             A problem without a network, with three weights and two hyperparameters.

@@ -20,6 +20,7 @@ from problems import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
 
 import bilevel
 from bilevel import METHODS, STN, CenteredSTN, Problem, Solver
@@ -427,3 +428,23 @@ def test_parametrized_modules_work(method, parametrization):
     fresh = parametrization(nn.Linear(3, 2).double())
     fresh.load_state_dict(solver.module_state_dict, strict=True)
     assert F.mse_loss(fresh.eval()(BATCH[0]), BATCH[1]).item() == pytest.approx(solver.evaluate([BATCH]), rel=1e-9)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(self.body, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("method", EVERY_METHOD)
+def test_activation_checkpointing_is_refused(method):
+    """It would repeat the forward pass with the module's own weights, and give a wrong gradient."""
+    solver = make_solver(network_problem(Checkpointed()), method)
+    before = solver.state_dict()
+    with pytest.raises(RuntimeError, match=r"during differentiation.*torch\.utils\.checkpoint.*remove"):
+        train(solver)
+    assert_equal(before["vector"], solver.state_dict()["vector"], 0.0)
+    assert solver.inner_steps == 0
