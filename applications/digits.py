@@ -72,16 +72,18 @@ class Run:
     Attributes:
         name: Of the method.
         hyper: Natural values at the end.
-        state_dict: Weights at the best validation loss.
-        validation_loss: The best one.
+        valid: The best validation loss.
+        test: Test loss of the weights with the best validation loss.
+        accuracy: Test accuracy of the same weights.
         history: Validation loss and hyperparameters by round.
         seconds: Time of the whole run.
     """
 
     name: str
     hyper: Mapping[str, Tensor]
-    state_dict: Mapping[str, Any]
-    validation_loss: float
+    valid: float
+    test: float
+    accuracy: float
     history: bilevel.History
     seconds: float
 
@@ -138,9 +140,11 @@ def tune(method: str, net: MLP, data: dict[str, TensorDataset], *, rounds: int, 
         progress=progress,
         seed=seed,
     )
-    best = solution.best
     seconds = time.perf_counter() - started
-    return Run(method, solution.hyper, best.state_dict, best.validation_loss, solution.history, seconds)
+    net = copy.deepcopy(net)
+    net.load_state_dict(solution.best.state_dict)
+    test = evaluate(net, data["test"])
+    return Run(method, solution.hyper, solution.best.validation_loss, *test, solution.history, seconds)
 
 
 def train_fixed(net: MLP, data: dict[str, TensorDataset], *, rounds: int, seed: int, progress: bool) -> Run:
@@ -152,7 +156,7 @@ def train_fixed(net: MLP, data: dict[str, TensorDataset], *, rounds: int, seed: 
     started = time.perf_counter()
     net = copy.deepcopy(net)
     model = bilevel.Model(dict(net.named_parameters()), net)
-    hyper = {name: entry.init.float() for name, entry in problem(net).space.hyper.items()}
+    hyper = {name: entry.init.to(next(net.parameters())) for name, entry in problem(net).space.hyper.items()}
     optimizer = INNER(net.parameters())
     torch.manual_seed(seed)
     history = bilevel.History()
@@ -170,7 +174,9 @@ def train_fixed(net: MLP, data: dict[str, TensorDataset], *, rounds: int, seed: 
             history.append({"round": index, "validation_loss": loss, **columns})
             if loss < best:
                 best, state = loss, copy.deepcopy(net.state_dict())
-    return Run("fixed", hyper, state, best, history, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    net.load_state_dict(state)
+    return Run("fixed", hyper, best, *evaluate(net, data["test"]), history, seconds)
 
 
 @torch.no_grad()
@@ -182,39 +188,40 @@ def evaluate(net: MLP, data: TensorDataset) -> tuple[float, float]:
     return float(F.cross_entropy(logits, y)), float((logits.argmax(1) == y).float().mean())
 
 
-def report(runs: list[Run], net: MLP, data: dict[str, TensorDataset]) -> str:
-    """The final table: the weights of the best validation loss on the test set, and the values found."""
+def report(runs: list[Run]) -> str:
+    """The final table: losses and time of each method, averaged over its runs, and the values of the last one."""
     lines = [f"{'method':<14}{'valid loss':>11}{'test loss':>11}{'test acc':>10}{'time':>8}   dropout, decay per layer"]
-    for run in runs:
-        net.load_state_dict(run.state_dict)
-        loss, accuracy = evaluate(net, data["test"])
-        found = " ".join(f"{value:.2f}" for value in run.hyper["dropout"].tolist())
-        found += "   " + " ".join(f"{value:.1e}" for value in run.hyper["decay"].tolist())
-        seconds = f"{run.seconds:.1f} s"
-        lines.append(f"{run.name:<14}{run.validation_loss:11.4f}{loss:11.4f}{accuracy:10.1%}{seconds:>8}   {found}")
+    for name in dict.fromkeys(run.name for run in runs):
+        group = [run for run in runs if run.name == name]
+        measured = torch.tensor([[run.valid, run.test, run.accuracy, run.seconds] for run in group])
+        valid, test, accuracy, seconds = measured.mean(0).tolist()
+        found = " ".join(f"{value:.2f}" for value in group[-1].hyper["dropout"].tolist())
+        found += "   " + " ".join(f"{value:.1e}" for value in group[-1].hyper["decay"].tolist())
+        lines.append(f"{name:<14}{valid:11.4f}{test:11.4f}{accuracy:10.1%}{seconds:6.1f} s   {found}")
     return "\n".join(lines)
 
 
 def draw(runs: list[Run], path: Path) -> None:
-    """Save the validation losses and the schedules of all hyperparameters, one line per method."""
+    """Save the validation losses and the schedules of all hyperparameters, one line per run."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 7, figsize=(21, 3.2), layout="constrained")
+    colors = {name: f"C{index}" for index, name in enumerate(dict.fromkeys(run.name for run in runs))}
     columns = ["validation_loss", *(f"{name}[{index}]" for name in ("dropout", "decay") for index in range(3))]
     for axis, column in zip(axes, columns, strict=True):
         for run in runs:
             values = run.history[column]
             there = ~np.isnan(values)
-            axis.plot(run.history["round"][there], values[there], label=run.name, linewidth=1.5)
+            axis.plot(run.history["round"][there], values[there], color=colors[run.name], linewidth=1.3)
         axis.set_title(column.replace("_", " "))
         axis.set_xlabel("round")
         axis.grid(alpha=0.3)
         if not column.startswith("dropout"):
             axis.set_yscale("log")
-    axes[0].legend()
+    axes[0].legend(handles=[plt.Line2D([], [], color=color, label=name) for name, color in colors.items()])
     figure.savefig(path, dpi=110)
 
 
@@ -222,7 +229,7 @@ def main() -> None:
     """Run every method, print the table, save the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=400, help="rounds of 5 inner steps and 1 outer step")
-    parser.add_argument("--seed", type=int, default=0, help="of split, weights and training")
+    parser.add_argument("--seeds", type=int, default=1, help="runs per method, each with its own split and weights")
     parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda if there is one)")
     parser.add_argument("--out", type=Path, default=Path("runs/digits"), help="folder for digits.png and digits.txt")
     parser.add_argument("--quiet", action="store_true", help="no progress bars")
@@ -230,19 +237,21 @@ def main() -> None:
     name = ("cuda" if torch.cuda.is_available() else "cpu") if options.device == "auto" else options.device
     if name == "cpu":
         torch.set_num_threads(1)  # the fastest for matrices this small
-    data = load(torch.device(name), options.seed)
-    torch.manual_seed(options.seed)
-    net = MLP().to(name)
-    settings = {"rounds": options.rounds, "seed": options.seed, "progress": not options.quiet}
     print(
         f"MLP 64-128-128-10 on {name}; 300 digits to train (a fifth with random labels), 500 to validate, 997 to test.",
         flush=True,
     )
     runs = []
-    for method in ("fixed", *METHODS):
-        print(method, flush=True)
-        runs.append(train_fixed(net, data, **settings) if method == "fixed" else tune(method, net, data, **settings))
-    table = report(runs, net, data)
+    for seed in range(options.seeds):
+        data = load(torch.device(name), seed)
+        torch.manual_seed(seed)
+        net = MLP().to(name)
+        settings: dict[str, Any] = {"rounds": options.rounds, "seed": seed, "progress": not options.quiet}
+        for method in ("fixed", *METHODS):
+            print(method, flush=True)
+            start = train_fixed if method == "fixed" else partial(tune, method)
+            runs.append(start(net, data, **settings))
+    table = report(runs)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / "digits.txt").write_text(table + "\n", encoding="utf-8")
     draw(runs, options.out / "digits.png")

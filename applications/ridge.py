@@ -33,7 +33,7 @@ from tqdm.auto import tqdm
 import bilevel
 
 SETS = ("boston", "yacht", "energy", "power", "protein")
-METHODS = ("stn", "centered_stn", "delta_stn")
+METHODS = {"stn": bilevel.STN, "centered_stn": bilevel.CenteredSTN, "delta_stn": bilevel.DeltaSTN}
 START = 3.0
 Array = npt.NDArray[np.float64]
 
@@ -90,7 +90,7 @@ class ClosedForm:
         best = self.loss(optimum)
         return 1 - (self.loss(hyper) - best) / (self.loss(optimum + START) - best)
 
-    def delta_stn_limit(self, optimum: float, scale: float = 1.0) -> float:
+    def delta_stn_limit(self, optimum: float, scale: float) -> float:
         r"""Where Δ-STN stops when its expectations are exact, coming down from the start.
 
         Its slopes solve :math:`(X^\top X\,\mathbb{E}\epsilon^2 + e^\lambda\,\mathbb{E}[\epsilon^2 e^\epsilon])\,\Theta
@@ -161,7 +161,7 @@ def squared_error(model: bilevel.Model, batch: tuple[Tensor, Tensor]) -> Tensor:
     return 0.5 * (inputs @ model.params["w"] - targets).square().mean()
 
 
-def run(split: Split, method: str, optimum: float, rounds: int, lr: float, response_lr: float) -> float:
+def run(split: Split, method: bilevel.Method, optimum: float, rounds: int, lr: float, response_lr: float) -> float:
     """Tune the penalty of one split.
 
     Returns:
@@ -206,9 +206,10 @@ def main() -> None:
     parser.add_argument("--sets", nargs="+", default=None, help=f"names of the sets (default: {' '.join(SETS)})")
     parser.add_argument("--splits", type=int, default=5, help="random splits of each set (default: 5)")
     parser.add_argument("--rounds", type=int, default=2000, help="rounds of 10 inner steps and 1 outer step")
+    parser.add_argument("--scale", type=float, default=1.0, help="standard deviation of the perturbation (default: 1)")
     parser.add_argument("--lr", type=float, default=0.05, help="learning rate of the weights (default: 0.05)")
     parser.add_argument("--response-lr", type=float, default=0.02, help="and of their response (default: 0.02)")
-    parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS, help="methods to run")
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS, help="methods to run")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="parallel processes")
     parser.add_argument("--out", type=Path, help="write the results to this CSV file too")
     options = parser.parse_args()
@@ -227,12 +228,13 @@ def main() -> None:
                 if not -8 < optimum < 12:
                     skipped.append(f"{name} {seed}")
                     continue
-                limit = exact.closed(exact.delta_stn_limit(optimum), optimum)
+                limit = exact.closed(exact.delta_stn_limit(optimum, options.scale), optimum)
                 row: dict[str, float | str] = {"set": name, "split": seed, "optimum": optimum, "limit": limit}
                 rows.append(row)
                 for method in options.methods:
-                    settings = (options.rounds, options.lr, options.response_lr)
-                    jobs[pool.submit(run, split, method, optimum, *settings)] = (row, method, exact, optimum)
+                    settings = (METHODS[method](scale=options.scale), optimum, options.rounds, options.lr)
+                    job = pool.submit(run, split, *settings, options.response_lr)
+                    jobs[job] = (row, method, exact, optimum)
         for job in tqdm(as_completed(jobs), total=len(jobs), unit="run"):
             row, method, exact, optimum = jobs[job]
             row[method] = job.result()
