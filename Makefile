@@ -18,8 +18,8 @@ test: .venv/.test  ## lint, types, tests, doctests and docs
 docs: .venv/.test  ## the HTML pages in docs/_build/html
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -b html docs docs/_build/html
 
-ridge: .venv/.demo  ## ridge regression on the UCI sets in DATA, against the closed-form optimum
-	$(BIN)/python -m applications.ridge --data $(DATA)
+ridge: .venv/.demo  ## ridge regression on the UCI sets in DATA (or scikit-learn's diabetes), against the closed-form optimum
+	$(BIN)/python -m applications.ridge $(if $(DATA),--data $(DATA))
 
 format: .venv/.test
 	$(BIN)/ruff check --fix

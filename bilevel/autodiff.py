@@ -5,12 +5,18 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Mapping
+from enum import Enum
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
+
+PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size, np.ndarray, np.generic)
+"""Outputs that carry no derivative."""
 
 
 def linearize(
@@ -67,10 +73,10 @@ def _primal_plus_tangent(leaf: Any) -> Any:
             value = pytree.tree_map(_primal_plus_tangent, getattr(leaf, field.name))
             object.__setattr__(result, field.name, value)  # also where the dataclass is frozen
         return result
-    # A tangent that is not unpacked here is lost, and with it the gradient of the response.
-    if any(isinstance(value, Tensor) for value in getattr(leaf, "__dict__", {}).values()):
-        raise TypeError(
-            f"the network returned a {type(leaf).__name__}, which delta_stn cannot linearise: return its tensors (in "
-            "tuples, lists, dicts or dataclasses) and build it in the loss, or use method='centered_stn'."
-        )
-    return leaf
+    if leaf is None or isinstance(leaf, PLAIN):
+        return leaf
+    # A tangent inside an object that is not unpacked here is lost, and with it the gradient of the response.
+    raise TypeError(
+        f"the network returned a {type(leaf).__name__}, which delta_stn cannot linearise: return its tensors (in "
+        "tuples, lists, dicts or dataclasses) and build it in the loss, or use method='centered_stn'."
+    )

@@ -48,7 +48,7 @@ def dropout(x: Tensor, rate: Tensor | float, *, training: bool = True) -> Tensor
 
     Args:
         x: Any tensor.
-        rate: In [0, 1); a scalar, or one value per example, shape ``(len(x),)``.
+        rate: In [0, 1]; a scalar, or one value per example, shape ``(len(x),)``.
         training: Return ``x`` unchanged if false.
 
     Returns:
@@ -63,7 +63,9 @@ def dropout(x: Tensor, rate: Tensor | float, *, training: bool = True) -> Tensor
     """
     if not training:
         return x
-    rate = torch.as_tensor(rate, dtype=x.dtype, device=x.device).detach()
+    # In at least single precision: bfloat16 uniforms are too coarse for small rates.
+    wide = torch.promote_types(x.dtype, torch.float32)
+    rate = torch.as_tensor(rate, dtype=wide, device=x.device).detach()
     if rate.ndim:
         if rate.shape != x.shape[:1]:
             raise ValueError(
@@ -71,9 +73,14 @@ def dropout(x: Tensor, rate: Tensor | float, *, training: bool = True) -> Tensor
                 f"got {tuple(rate.shape)} for x of shape {tuple(x.shape)}."
             )
         rate = rate.reshape(-1, *[1] * (x.ndim - 1))
-    keep = torch.rand_like(x) >= rate
-    return x * keep / (1 - rate)
+    keep = torch.rand_like(x, dtype=wide) >= rate
+    return x * (keep / (1 - rate).clamp_min(torch.finfo(wide).tiny)).to(x.dtype)
 
 
 def _tensors(params: Mapping[str, Tensor] | Iterable[Tensor]) -> list[Tensor]:
-    return list(params.values() if isinstance(params, Mapping) else params)
+    if isinstance(params, Tensor):
+        return [params]
+    tensors = list(params.values() if isinstance(params, Mapping) else params)
+    if not tensors:
+        raise ValueError("a penalty needs at least one tensor, got none: check how you select from model.params.")
+    return tensors

@@ -64,7 +64,7 @@ class History:
         Raises:
             KeyError: If there is no such column.
         """
-        if column not in self.columns:
+        if not any(column in row for row in self.rows):
             raise KeyError(f"no column {column!r}: {suggest(column, self.columns)}")
         return np.array([row.get(column, math.nan) for row in self.rows], dtype=np.float64)
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributions import Normal
@@ -23,6 +24,7 @@ from torch.distributions.transforms import (
     SoftplusTransform,
     Transform,
 )
+from torch.utils import _pytree as pytree
 
 LISTED_ENTRIES = 16
 
@@ -58,6 +60,13 @@ class Named(dict[str, Tensor]):
             KeyError: Always.
         """
         raise KeyError(f"no {self.kind} {name!r}: {suggest(name, self)}")
+
+
+pytree.register_pytree_node(
+    Named,
+    lambda named: (list(named.values()), (named.kind, tuple(named))),
+    lambda values, context: Named(context[0], zip(context[1], values, strict=True)),
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,8 +296,7 @@ class Space:
             elif value.ndim == 0:
                 columns[name] = value
             else:
-                indices = torch.ones(value.shape).nonzero().tolist()
-                columns |= {f"{name}{index}": value[tuple(index)] for index in indices}
+                columns |= {f"{name}{list(index)}": value[index] for index in np.ndindex(*value.shape)}
         return columns
 
 
@@ -310,7 +318,7 @@ class Scale(nn.Module):
     def __init__(self, size: int, init: float, *, entropy: float | None, perturb_outer: bool, like: Tensor) -> None:
         """Start every entry at ``init``, with the dtype and device of ``like``."""
         super().__init__()
-        self.weight = entropy
+        self.entropy_weight = entropy
         self.perturb_outer = perturb_outer
         start = torch.full((size,), init, dtype=like.dtype, device=like.device)
         if entropy is None:
@@ -324,7 +332,7 @@ class Scale(nn.Module):
         Returns:
             A positive tensor of shape ``(h,)``.
         """
-        if self.weight is None:
+        if self.entropy_weight is None:
             return self.sigma
         sigma: Tensor = SoftplusTransform()(self.raw)
         return sigma.clamp_min(torch.finfo(sigma.dtype).tiny)
@@ -337,6 +345,22 @@ class Scale(nn.Module):
         """
         sigma: Tensor = self()
         return sigma * torch.randn_like(sigma)
+
+    def outer_sample(self) -> Tensor:
+        """The perturbation of an outer loss.
+
+        Returns:
+            A sample, or zero if the outer loss is not to be perturbed.
+        """
+        return self.sample() if self.perturb_outer else torch.zeros_like(self())
+
+    def penalty(self) -> Tensor:
+        r"""What a learned scale adds to the outer loss, :math:`-\tau\,\mathbb{H}[p(\epsilon | \sigma)]`.
+
+        Returns:
+            A scalar; zero if the scale is fixed.
+        """
+        return self().new_zeros(()) if self.entropy_weight is None else -self.entropy_weight * self.entropy()
 
     def entropy(self) -> Tensor:
         r"""The entropy :math:`\mathbb{H}[p(\epsilon | \sigma)] = \sum_i \log \sigma_i + \tfrac{h}{2} \log 2 \pi e`.

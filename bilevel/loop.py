@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -16,21 +17,13 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from bilevel.arguments import check_integer, check_loader, length
 from bilevel.history import LEADING, History, plot
 from bilevel.hyper import Space
 from bilevel.problem import Problem
 from bilevel.response import Method
 from bilevel.rng import Stream
-from bilevel.solver import (
-    DivergenceError,
-    OptimizerFactory,
-    OuterStep,
-    SchedulerFactory,
-    Solver,
-    check_integer,
-    check_loader,
-    length,
-)
+from bilevel.solver import DivergenceError, OptimizerFactory, OuterStep, SchedulerFactory, Solver
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -219,9 +212,10 @@ def solve(
         outer_clip=outer_clip,
         seed=seed,
     )
-    reserved = [name for name in problem.space.hyper if name in LEADING]
-    if reserved:
-        raise ValueError(f"hyper: {reserved[0]!r} is a column of the history already; choose another name.")
+    names = [*LEADING, *(column for name, h in problem.space.hyper.items() for column in Space.columns({name: h.init}))]
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise ValueError(f"hyper: {twice[0]!r} would be two columns of the history; choose another name.")
     limit = 1000 if steps is None and epochs is None else steps
     run = _Run(
         solver=solver,
@@ -240,7 +234,7 @@ def solve(
                 event = run.round()
                 bar.update()
                 bar.set_postfix_str(_postfix(event), refresh=False)
-                if any([callback(event) for callback in callbacks]):
+                if _call(callbacks, event):
                     run.stopped = "callback"
                 elif limit is not None and event.index >= limit:
                     run.stopped = "steps"
@@ -393,13 +387,14 @@ class _Run:
         self.stale += 1
         if self.best is None or loss < self.best.validation_loss:
             self.stale = 0
+            params = self.solver.params
             self.best = Best(
                 round=index,
                 validation_loss=loss,
                 inner_loss=row["inner_loss"],
                 hyper=dict(self.solver.hyper),
-                params=self.solver.params,
-                state_dict=self.solver.module_state_dict,
+                params=params,
+                state_dict=self.solver.problem.state_dict(params, self.solver.response.inner.buffer_values()),
             )
 
     def _row(self, index: int, inner_loss: Tensor, outer: OuterStep | None) -> dict[str, float]:
@@ -435,6 +430,14 @@ def _check_run(
         raise TypeError(f"progress must be True, False or None, got {progress!r}.")
     if not isinstance(callbacks, Sequence) or not all(callable(callback) for callback in callbacks):
         raise TypeError(f"callbacks must be a list of functions of a bilevel.Round, got {callbacks!r}.")
+
+
+def _call(callbacks: Sequence[Callable[[Round], bool | None]], event: Round) -> bool:
+    answers = [callback(event) for callback in callbacks]
+    for answer in answers:
+        if answer not in (None, True, False):
+            raise TypeError(f"a callback must return None, False, or True to stop the run; got {answer!r}.")
+    return True in answers
 
 
 def _expected_rounds(

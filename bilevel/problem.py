@@ -84,8 +84,6 @@ class Problem:
         module: The network, or None.
         space: The hyperparameters as one unconstrained vector.
         params: The trainable tensors of ``inner`` by name: each once, without frozen ones.
-        dtype: Of the weights.
-        device: Of the weights.
 
     Example:
         >>> from bilevel import real
@@ -135,13 +133,14 @@ class Problem:
             raise ValueError(f"outer_mode must be 'eval' or 'train', got {outer_mode!r}.")
         self.module = inner if isinstance(inner, nn.Module) else None
         self.params = _trainable(inner)
-        self._parts = frozenset() if self.module is None else frozenset(map(id, self.module.modules()))
+        self._modules = [] if self.module is None else list(self.module.modules())
+        self._module_ids = frozenset(map(id, self._modules))
+        self._passes = 0
         self.space = Space(hyper)
         self.examples = examples or _first_dimension
         self._losses = {"inner_loss": inner_loss, "outer_loss": outer_loss}
         self._train_mode = {"inner_loss": True, "outer_loss": outer_mode == "train"}
-        reference = _common_kind(self.params)
-        self.dtype, self.device = reference.dtype, reference.device
+        _check_kind(self.params)
         self.initial_hyper()  # raises before any work if a value does not fit the dtype
 
     def __repr__(self) -> str:
@@ -152,6 +151,16 @@ class Problem:
         """
         weights = sum(value.numel() for value in self.params.values())
         return f"Problem({weights:,} weights, hyper: {', '.join(self.space.hyper)})"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return next(iter(self.params.values())).dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of the weights."""
+        return next(iter(self.params.values())).device
 
     @property
     def buffers(self) -> dict[str, Tensor]:
@@ -192,16 +201,38 @@ class Problem:
         """
         return self._evaluate("outer_loss", model, hyper, batch)
 
+    def call(self, tensors: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the network with other weights and buffers than its own.
+
+        Args:
+            tensors: By name; holds the new tensor afterwards where the network assigned one to a buffer.
+            args: Of the network.
+            kwargs: Of the network.
+
+        Returns:
+            What the user's ``forward`` returns.
+
+        Raises:
+            TypeError: If there is no network.
+        """
+        if self.module is None:
+            raise TypeError("the problem has no network to call.")
+        self._passes += 1
+        try:
+            return functional_call(self.module, tensors, args, kwargs)
+        finally:
+            self._passes -= 1
+
     @contextmanager
     def differentiating(self) -> Generator[None]:
-        """Refuse forward passes of the network inside the block.
+        """Refuse calls of the network inside the block that do not come from :meth:`call`.
 
-        Activation checkpointing repeats parts of them while it differentiates. The module has its own weights again by
-        then, so that the gradient would be wrong.
+        Activation checkpointing repeats parts of a pass while it differentiates. The module has its own weights again
+        by then, so that the gradient would be wrong.
         """
 
         def refuse(module: nn.Module, args: Any) -> None:
-            if id(module) in self._parts:
+            if self._passes == 0 and id(module) in self._module_ids:
                 raise RuntimeError(
                     f"the network ran its {type(module).__name__} again during differentiation, as "
                     "torch.utils.checkpoint does. That would use other weights than the ones being trained: remove "
@@ -234,7 +265,7 @@ class Problem:
 
     def _evaluate(self, name: str, model: Model, hyper: Tensor, batch: Any) -> Loss:
         values = self.space.values(hyper)
-        with _mode(self.module, self._train_mode[name]):
+        with self._mode(self._train_mode[name]):
             try:
                 result = self._losses[name](model, values, batch)
             except Exception as error:
@@ -255,6 +286,17 @@ class Problem:
                 "Problem(examples=...) if dimension 0 of the batch's first tensor does not count examples."
             )
         return Loss(value.mean(), aux)
+
+    @contextmanager
+    def _mode(self, training: bool) -> Generator[None]:
+        flags = [(module, module.training) for module in self._modules]
+        try:
+            if self.module is not None and any(flag != training for _, flag in flags):
+                self.module.train(training)
+            yield
+        finally:
+            for module, flag in flags:
+                module.training = flag
 
     def _describe(self, batch: Any) -> str:
         tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
@@ -312,17 +354,21 @@ class Variables(nn.Module):
         Returns:
             The function, or None for a problem without a network.
         """
-        module = self.problem.module
-        if module is None:
+        if self.problem.module is None:
             return None
 
         def predict(params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
             live = self.buffer_values()
             tensors = {**params, **{name: buffer.clone() for name, buffer in live.items()}}
-            output = functional_call(module, tensors, args, kwargs)
+            output = self.problem.call(tensors, args, kwargs)
             if update_buffers:
                 with torch.no_grad():
                     for name, buffer in live.items():
+                        if tensors[name].shape != buffer.shape:
+                            raise ValueError(
+                                f"the network changed the shape of its buffer {name!r} from {tuple(buffer.shape)} to "
+                                f"{tuple(tensors[name].shape)}, which cannot be tracked: keep its shape."
+                            )
                         buffer.copy_(tensors[name])
             return output
 
@@ -353,8 +399,8 @@ def _trainable(inner: Any) -> dict[str, Tensor]:
     return dict(inner)
 
 
-def _common_kind(params: Mapping[str, Tensor]) -> Tensor:
-    """One of the weights, after checking that they are real, finite and of one dtype and device."""
+def _check_kind(params: Mapping[str, Tensor]) -> None:
+    """Check that weights are real, finite and of one dtype and device."""
     (first_name, first), *_ = params.items()
     for name, value in params.items():
         if not value.is_floating_point():
@@ -371,7 +417,6 @@ def _common_kind(params: Mapping[str, Tensor]) -> Tensor:
             raise ValueError(f"inner: {name!r} is on the meta device, without values; use .to_empty(device=...) first.")
         if not bool(value.isfinite().all()):
             raise ValueError(f"inner: {name!r} contains NaN or infinite values before training; initialise it anew.")
-    return first
 
 
 def _first_dimension(batch: Any) -> int | None:
@@ -379,15 +424,3 @@ def _first_dimension(batch: Any) -> int | None:
         if isinstance(leaf, Tensor):
             return leaf.shape[0] if leaf.ndim else None
     return None
-
-
-@contextmanager
-def _mode(module: nn.Module | None, training: bool) -> Generator[None]:
-    flags = [] if module is None else [(part, part.training) for part in module.modules()]
-    try:
-        if module is not None:
-            module.train(training)
-        yield
-    finally:
-        for part, flag in flags:
-            part.training = flag

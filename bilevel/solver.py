@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from numbers import Integral
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,8 +15,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils import _pytree as pytree
-from torch.utils.data import Dataset, IterableDataset
 
+from bilevel.arguments import check_clip, check_integer, check_loader, make_optimizer, make_scheduler
+from bilevel.checkpoint import check_layout
 from bilevel.hyper import Named
 from bilevel.problem import Loss, Problem
 from bilevel.response import BestResponse, Method, get_method
@@ -26,6 +26,7 @@ from bilevel.rng import Stream
 if TYPE_CHECKING:
     from bilevel.loop import Solution
 
+HALF = (torch.float16, torch.bfloat16)
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
 
@@ -124,8 +125,8 @@ class Solver:
         self.method = get_method(method)
         check_integer("seed", seed, 0)
         self._clip = {
-            "inner": _checked_clip("inner_clip", inner_clip),
-            "outer": _checked_clip("outer_clip", outer_clip),
+            "inner": check_clip("inner_clip", inner_clip),
+            "outer": check_clip("outer_clip", outer_clip),
         }
         self.response = self.method.bind(problem)
         if not isinstance(self.response, BestResponse):
@@ -147,10 +148,10 @@ class Solver:
                 "hyper": ("outer", "outer_optimizer", for_hyper),
                 "scale": ("outer", "outer_optimizer", for_hyper),
             }[name]
-            self.optimizers[name] = _make_optimizer(argument, factory, params)
+            self.optimizers[name] = make_optimizer(argument, factory, params)
             scheduler = inner_scheduler if level == "inner" else outer_scheduler
             if scheduler is not None:
-                self.schedulers[name] = _make_scheduler(f"{level}_scheduler", scheduler, self.optimizers[name])
+                self.schedulers[name] = make_scheduler(f"{level}_scheduler", scheduler, self.optimizers[name])
         if "response" in self.optimizers and response_optimizer is None:
             for group in self.optimizers["response"].param_groups:
                 group.update({"weight_decay": 0} if "weight_decay" in group else {})
@@ -227,16 +228,17 @@ class Solver:
         with self.streams["loss"]():
             loss, direct, through_weights, scale_gradient = self._hypergradient(train_batch, valid_batch)
             hypergradient = direct + through_weights
-            gradients: dict[str, list[Tensor | None]] = {"hyper": [hypergradient]}
+            gradients: dict[str, list[Tensor | None]] = {"hyper": [hypergradient.clone()]}
             if scale_gradient is not None:
                 gradients["scale"] = [scale_gradient]
+            before = self._outer_state(gradients)
             norms = self._set_gradients(gradients, "outer")
-            self.check()
+            self._apply(gradients)
+            # The step is made before it is judged, so that all flags are read from the device at once.
+            moved = torch.cat([value.flatten() for value in self.hyper.values()])
             step = norms.new_full((), self.outer_steps)
-            self._raise_if_bad(
-                "outer", torch.stack([step, norms.sum(), loss.value.detach().to(norms), torch.zeros_like(step)])
-            )
-        self._apply(gradients)
+            record = torch.stack([step, norms.sum(), loss.value.detach().to(norms), (moved * 0).sum()])
+            self._raise_if_bad(torch.stack([self._inner_record(), record]), before)
         self.outer_steps += 1
         return OuterStep(loss.value.detach(), hypergradient, direct, _detached(loss.aux))
 
@@ -257,17 +259,21 @@ class Solver:
         """
         check_loader("loader", loader)
         model = self.response.inner.model(self.params)
-        total, count = torch.zeros((), dtype=torch.float64, device=self.problem.device), 0
+        losses, sizes = [], []
         with self.streams["evaluation"]():
             for batch in [None] if loader is None else loader:
                 moved = self._to_device(batch)
-                size = self.problem.examples(moved) or 1
-                loss = self.problem.outer_loss(model, self.vector.detach(), moved).value.detach()
-                total = total + loss.to(total) * size
-                count += size
-        if count == 0:
+                sizes.append(self.problem.examples(moved))
+                losses.append(self.problem.outer_loss(model, self.vector.detach(), moved).value.detach())
+        if not losses:
             raise ValueError("loader is empty: a validation pass needs at least one batch.")
-        mean = float(total) / count
+        if None in sizes and len(sizes) > 1:
+            raise ValueError(
+                "loader has several batches, and one of them has no tensor whose dimension 0 could count its examples, "
+                "so that their losses cannot be weighted: set Problem(examples=...)."
+            )
+        weights = torch.tensor([size or 1 for size in sizes], dtype=torch.float64)
+        mean = float(torch.stack(losses).cpu().double() @ weights / weights.sum())
         if not math.isfinite(mean):
             raise DivergenceError(
                 f"the outer loss over the whole set is {mean} after {self.inner_steps} inner steps: lower the learning "
@@ -281,8 +287,8 @@ class Solver:
         Every inner step does so by itself on a CPU, every outer step elsewhere, where it waits for the device.
         """
         if not self._check_at_once:
-            self._raise_if_bad("inner", torch.where(self._bad[0].isnan(), 0.0, self._bad))
-            self._good = None
+            record = self._inner_record()
+            self._raise_if_bad(torch.stack([record, torch.zeros_like(record)]))
 
     def schedule(self, validation_loss: float | None = None) -> None:
         """Advance the learning-rate schedulers.
@@ -332,7 +338,7 @@ class Solver:
                 raise ValueError(f"state was saved with {key} {state[key]}, this solver has {own[key]}.")
         try:
             for key in ("vector", "response", "schedulers", "optimizers", "streams"):
-                _check_layout(f"state[{key!r}]", state[key], own[key])
+                check_layout(f"state[{key!r}]", state[key], own[key])
             for key in ("inner_steps", "outer_steps"):
                 check_integer(f"state[{key!r}]", state[key], 0)
             self._load(state)
@@ -366,7 +372,15 @@ class Solver:
 
     def _to_device(self, batch: Any) -> Any:
         device = self.problem.device
-        return pytree.tree_map_only(Tensor, lambda leaf: leaf.to(device, non_blocking=True), batch)
+
+        def move(leaf: Any) -> Any:
+            if isinstance(leaf, Tensor):
+                # A copy to the CPU that does not block would be read before it has arrived.
+                return leaf.to(device, non_blocking=device.type != "cpu")
+            # Batches of other libraries, such as tokenizers, know how to move themselves.
+            return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf
+
+        return pytree.tree_map(move, batch)
 
     def _inner_gradients(self, batch: Any) -> tuple[Loss, list[Tensor], dict[str, list[Tensor | None]]]:
         names = [name for name in ("weights", "response") if name in self._params]
@@ -392,14 +406,14 @@ class Solver:
         # Two copies of λ keep the parts apart, so that one backward pass gives both.
         direct, through_weights = (self.vector.detach().clone().requires_grad_() for _ in range(2))
         scale = self.response.scale
-        noise = scale.sample() if scale is not None and scale.perturb_outer else torch.zeros_like(direct)
+        noise = torch.zeros_like(direct) if scale is None else scale.outer_sample()
         model = self.response(through_weights + noise, train_batch, self.vector.detach())
         loss = self.problem.outer_loss(model, direct + noise, valid_batch)
         objective = loss.value
         inputs = [direct, through_weights]
-        if scale is not None and scale.weight is not None:
-            objective = objective - scale.weight * scale.entropy()
-            inputs.append(scale.raw)
+        if scale is not None and "scale" in self._params:
+            objective = objective + scale.penalty()
+            inputs += self._params["scale"]
         found = self._differentiate("outer_loss", objective, inputs)
         if not loss.value.requires_grad or (found[0] is None and found[1] is None):
             raise ValueError(
@@ -432,10 +446,21 @@ class Solver:
             )
         return gradients[: len(inputs)]
 
+    def _outer_state(self, names: Iterable[str]) -> dict[str, Any]:
+        """What an outer step changes, to undo it."""
+        return {
+            name: (
+                [param.detach().clone() for param in self._params[name]],
+                copy.deepcopy(self.optimizers[name].state_dict()),
+            )
+            for name in names
+        }
+
     def _set_gradients(self, gradients: dict[str, list[Tensor | None]], level: str) -> Tensor:
         """Hand gradients to the parameters, clipped.
 
-        Out of place: autograd may give two parameters the same tensor.
+        Each parameter gets a tensor of its own, since optimizers may change it in place: autograd may return one tensor
+        for two parameters, or an expanded one.
 
         Returns:
             The norm of each group before clipping.
@@ -444,10 +469,20 @@ class Solver:
         norms = []
         for name, values in gradients.items():
             present = [gradient for gradient in values if gradient is not None]
+            if any(gradient.dtype in HALF for gradient in present):  # whose squares overflow early
+                present = [gradient.float() for gradient in present]
             norm = torch.nn.utils.get_total_norm(present).to(self.vector)
             shrink = None if limit is None else (limit / (norm + 1e-6)).clamp(max=1.0)
+            seen: set[int] = set()
             for param, gradient in zip(self._params[name], values, strict=True):
-                param.grad = gradient if gradient is None or shrink is None else gradient * shrink.to(gradient.dtype)
+                if gradient is None:
+                    param.grad = None
+                elif shrink is not None:
+                    param.grad = gradient * shrink.to(gradient.dtype)
+                else:
+                    own = gradient.data_ptr() not in seen and 0 not in gradient.stride()
+                    param.grad = gradient if own else gradient.clone()
+                    seen.add(gradient.data_ptr())
             norms.append(norm)
         return torch.stack(norms)
 
@@ -465,162 +500,56 @@ class Solver:
         terms = torch.stack([value.to(norms) for value in values])
         record = torch.stack([terms.new_full((), self.inner_steps), norms.sum(), terms[0], terms[1:].sum()])
         if self._check_at_once:
-            self._raise_if_bad("inner", record)
+            self._raise_if_bad(torch.stack([record, torch.zeros_like(record)]))
         else:
             first = self._bad[0].isnan() & ~record.isfinite().all()
             self._bad = torch.where(first, record, self._bad)
 
-    def _raise_if_bad(self, level: str, record: Tensor) -> None:
-        """Undo and raise if a record of step, gradient norm, loss and other terms says so.
+    def _inner_record(self) -> Tensor:
+        """The first bad inner step since the last check, on the device; zeros if there was none."""
+        return torch.where(self._bad[0].isnan(), 0.0, self._bad)
+
+    def _raise_if_bad(self, records: Tensor, before: dict[str, Any] | None = None) -> None:
+        """Undo and raise if a record of an inner or of an outer step is not finite.
+
+        Args:
+            records: Two rows of step, gradient norm, loss, and the other terms (inner) or whether λ is finite (outer).
+            before: What to return to if the outer step was bad.
 
         Raises:
-            DivergenceError: If any of them is not finite.
+            DivergenceError: If one was.
         """
-        step, norm, loss, others = record.tolist()
-        if math.isfinite(norm + loss + others):
+        (inner_step, inner_norm, inner_loss, others), (outer_step, outer_norm, outer_loss, moved) = records.tolist()
+        if not math.isfinite(inner_norm + inner_loss + others):
+            self._drop_gradients()
+            undone = "That step has been undone."
+            if self._good is not None:
+                self._load(self._good)
+                undone = "It and all later steps have been undone."
+            perturbed = f", at perturbed hyperparameters {others:g}" if others else ""
+            raise DivergenceError(
+                f"the inner loss is {inner_loss:g}{perturbed} and its gradient norm {inner_norm:g} at inner step "
+                f"{int(inner_step)}, counted from 0. {undone} Lower the inner learning rate, clip gradients "
+                "(inner_clip=1.0), use a smaller scale of the perturbation, or look for log, sqrt or division at zero."
+            )
+        self._good = None
+        if math.isfinite(outer_norm + outer_loss + moved):
             return
-        self._drop_gradients()
-        if self._good is not None:
-            self._load(self._good)
-        perturbed = f", at perturbed hyperparameters {others:g}" if others else ""
+        for name, (values, state) in (before or {}).items():
+            with torch.no_grad():
+                for param, value in zip(self._params[name], values, strict=True):
+                    param.copy_(value)
+            self.optimizers[name].load_state_dict(state)
+        where = f"at outer step {int(outer_step)}, counted from 0. That step has been undone."
+        if math.isfinite(outer_norm + outer_loss):
+            raise DivergenceError(
+                f"a hyperparameter left the range of floating-point numbers {where} Lower the outer learning rate or "
+                "clip hypergradients (outer_clip=1.0); an interval keeps a hyperparameter within bounds."
+            )
         raise DivergenceError(
-            f"the {level} loss is {loss:g}{perturbed} and its gradient norm {norm:g} at {level} step {int(step)}, "
-            "counted from 0. The solver is back in its last good state. Lower the learning rate, clip gradients "
-            f"({level}_clip=1.0), use a smaller scale of the perturbation, or look for log, sqrt or division at zero."
+            f"the outer loss is {outer_loss:g} and the norm of the hypergradient {outer_norm:g} {where} Lower the "
+            "learning rates, clip hypergradients (outer_clip=1.0), or look for log, sqrt or division at zero."
         )
-
-
-def check_integer(name: str, value: object, minimum: int) -> None:
-    """Refuse what is not a whole number of at least ``minimum``.
-
-    Raises:
-        TypeError: If it is not an integer.
-        ValueError: If it is too small.
-    """
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} must be an integer, got {type(value).__name__}: {value!r}.")
-    if value < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {value}.")
-
-
-def length(loader: object) -> int | None:
-    """The number of batches of a loader.
-
-    Returns:
-        None if it is not known.
-    """
-    try:
-        return len(loader) if isinstance(loader, Sized) else None
-    except TypeError:  # a DataLoader over an IterableDataset has __len__ but no length
-        return None
-
-
-def check_loader(name: str, loader: object) -> None:
-    """Refuse what cannot be iterated over again and again as batches.
-
-    Raises:
-        TypeError: If it is not a re-iterable of batches.
-        ValueError: If it is empty.
-    """
-    if loader is None:
-        return
-    kind = type(loader).__name__
-    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
-        raise TypeError(
-            f"{name} must yield batches, but a {kind} holds single examples: write "
-            f"{name}=torch.utils.data.DataLoader(dataset, batch_size=...)."
-        )
-    if isinstance(loader, Tensor | np.ndarray | str | bytes | Mapping) or not isinstance(loader, Iterable):
-        raise TypeError(
-            f"{name} must be an iterable of batches (a DataLoader or a list) or None, got {kind}; "
-            "wrap a single batch in a list: [batch]."
-        )
-    # Not by iter(loader): that draws random numbers and may start worker processes.
-    if isinstance(loader, Iterator):
-        raise TypeError(f"{name} is a {kind}, exhausted after one pass: give a list or a DataLoader.")
-    if isinstance(loader, tuple) and loader and all(isinstance(part, Tensor) for part in loader):
-        raise TypeError(f"{name} is a tuple of tensors, which looks like one batch: write {name}=[(x, y)].")
-    if length(loader) == 0:
-        raise ValueError(f"{name} is empty: a {kind} of length 0; give at least one batch.")
-
-
-def _checked_clip(name: str, clip: Any) -> float | None:
-    if clip is None:
-        return None
-    if isinstance(clip, bool) or not isinstance(clip, int | float):
-        raise TypeError(f"{name} must be a number or None, got {type(clip).__name__}: {clip!r}.")
-    if not 0 < clip < math.inf:
-        raise ValueError(f"{name} must be positive and finite, got {clip}; None does not clip.")
-    return float(clip)
-
-
-def _make_optimizer(name: str, factory: Any, params: list[nn.Parameter]) -> Optimizer:
-    if isinstance(factory, Optimizer):
-        kind = type(factory).__name__
-        raise TypeError(
-            f"{name} must be a factory, got a {kind} instance; "
-            f"write {name}=lambda params: torch.optim.{kind}(params, ...)."
-        )
-    if not callable(factory):
-        raise TypeError(f"{name} must be a function params -> torch.optim.Optimizer, got {type(factory).__name__}.")
-    optimizer = factory(params)
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"{name} must return a torch.optim.Optimizer, got {type(optimizer).__name__}.")
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise TypeError(f"{name} made an LBFGS, which needs a closure; use SGD, Adam, AdamW, RMSprop or Adagrad.")
-    given = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    if given != {id(param) for param in params}:
-        raise ValueError(
-            f"{name} made an optimizer of other parameters than it was given: pass its argument on, as in "
-            "lambda params: torch.optim.SGD(params, lr=0.1)."
-        )
-    return optimizer
-
-
-def _make_scheduler(name: str, factory: Any, optimizer: Optimizer) -> LRScheduler:
-    if isinstance(factory, LRScheduler):
-        raise TypeError(
-            f"{name} must be a factory, got a {type(factory).__name__} instance; write "
-            f"{name}=lambda optimizer: torch.optim.lr_scheduler.{type(factory).__name__}(optimizer, ...)."
-        )
-    if not callable(factory):
-        raise TypeError(f"{name} must be a function optimizer -> scheduler, got {type(factory).__name__}.")
-    scheduler = factory(optimizer)
-    if not isinstance(scheduler, LRScheduler):
-        raise TypeError(f"{name} must return a torch.optim.lr_scheduler, got {type(scheduler).__name__}.")
-    if scheduler.optimizer is not optimizer:
-        raise ValueError(f"{name} made a scheduler of another optimizer than it was given: pass its argument on.")
-    return scheduler
-
-
-def _check_layout(path: str, saved: Any, own: Any) -> None:
-    """Compare nested keys, shapes and dtypes; what an optimizer gathers (its ``state``) may differ.
-
-    Raises:
-        ValueError: At the first difference.
-    """
-    if isinstance(own, Tensor):
-        if not isinstance(saved, Tensor) or (saved.shape, saved.dtype) != (own.shape, own.dtype):
-            raise ValueError(f"{path} is {_describe(saved)}, this solver has {_describe(own)}.")
-    elif isinstance(own, dict):
-        if not isinstance(saved, dict) or saved.keys() != own.keys():
-            raise ValueError(f"{path} has {_describe(saved)}, this solver has {_describe(own)}.")
-        for key, value in own.items():
-            if key != "state":
-                _check_layout(f"{path}[{key!r}]", saved[key], value)
-    elif isinstance(own, list) and path.endswith("['param_groups']"):
-        if not isinstance(saved, list) or len(saved) != len(own):
-            raise ValueError(f"{path} has {_describe(saved)}, this solver has {_describe(own)}.")
-        for index, (one, other) in enumerate(zip(saved, own, strict=True)):
-            _check_layout(f"{path}[{index}]", one, other)
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{value.dtype} {tuple(value.shape)}"
-    if isinstance(value, dict):
-        return f"entries {', '.join(sorted(map(str, value)))}"
-    return f"a list of {len(value)}" if isinstance(value, list) else type(value).__name__
 
 
 def _detached(aux: Any) -> Any:

@@ -1,5 +1,6 @@
 """linearize: right through every common layer, in its value and in its gradient with respect to the tangent."""
 
+from collections import UserDict
 from types import SimpleNamespace
 
 import pytest
@@ -158,10 +159,32 @@ def test_linearize_keeps_what_is_not_a_prediction():
     assert output["count"] == [1, None]
 
 
-def test_linearize_refuses_an_object_whose_tensors_it_cannot_reach():
+class Slots:
+    __slots__ = ("y",)
+
+    def __init__(self, y: Tensor) -> None:
+        self.y = y
+
+
+class Subclass(dict):
+    pass
+
+
+@pytest.mark.parametrize(
+    "pack",
+    [
+        lambda y: SimpleNamespace(y=y),
+        lambda y: SimpleNamespace(ys=[y]),
+        Slots,
+        lambda y: Subclass(y=y),
+        lambda y: UserDict(y=y),
+        lambda y: {"deep": [UserDict(y=y)]},
+    ],
+)
+def test_linearize_refuses_an_object_whose_tensors_it_cannot_reach(pack):
     """Its tangents would be lost silently, and with them the gradient of the response."""
-    opaque = linearize(lambda p: SimpleNamespace(y=p["w"]), {"w": double(1.0)}, {"w": double(1.0)})
-    with pytest.raises(TypeError, match=r"returned a SimpleNamespace.*delta_stn cannot linearise.*centered_stn"):
+    opaque = linearize(lambda p: pack(p["w"]), {"w": double(1.0)}, {"w": double(1.0)})
+    with pytest.raises(TypeError, match=r"returned a \w+, which delta_stn cannot linearise.*centered_stn"):
         opaque()
 
 

@@ -67,8 +67,15 @@ HYPER = [
         "name of a column",
         lambda: solve(make_problem(hyper={"outer_loss": real(0.0)})),
         ValueError,
-        r"hyper: 'outer_loss' is a column of the history.*another name",
+        r"hyper: 'outer_loss' would be two columns of the history.*another name",
     ),
+    bad(
+        "two names of one column",
+        lambda: solve(make_problem(hyper={"x": real([0.0, 1.0]), "x[0]": real(0.0)})),
+        ValueError,
+        r"hyper: 'x\[0\]' would be two columns of the history.*another name",
+    ),
+    bad("penalty of nothing", lambda: bilevel.l2({}), ValueError, r"penalty needs at least one tensor.*model.params"),
     bad(
         "real nan", lambda: real(math.nan), ValueError, r"real: init must be a finite number in \(-inf, inf\), got nan"
     ),
@@ -539,7 +546,7 @@ def test_a_gradient_that_is_not_finite_is_told_from_the_loss():
     outer = make_solver(make_problem(outer_loss=nan_gradient(outer_loss)))
     before = drive(outer, 0).state_dict()
     with pytest.raises(
-        bilevel.DivergenceError, match=r"the outer loss is \d\S* and its gradient norm nan at outer step 0"
+        bilevel.DivergenceError, match=r"the outer loss is \d\S* and the norm of the hypergradient nan at outer step 0"
     ):
         outer.outer_step((X, Y), (X, Y))
     assert_same(outer.state_dict(), before)

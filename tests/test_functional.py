@@ -86,3 +86,25 @@ def test_dropout_refuses_other_shapes_of_the_rate(shape, rate):
     """A rate per feature would be mistaken for one per example: say what is allowed."""
     with pytest.raises(ValueError, match=r"rate must be a scalar or have shape .*one per example"):
         dropout(torch.ones(shape), torch.full(rate, 0.5))
+
+
+def test_a_penalty_takes_a_single_tensor():
+    assert l2(torch.tensor(3.0)).item() == 9.0
+    assert l1(torch.tensor([1.0, -2.0])).item() == 3.0
+
+
+def test_a_rate_of_one_drops_everything_and_has_a_finite_gradient():
+    """A saturated sigmoid may give it, and inverted dropout would divide by zero."""
+    x = torch.ones(5, requires_grad=True)
+    y = dropout(x, 1.0)
+    y.sum().backward()
+    assert not y.any() and not x.grad.any()
+
+
+def test_small_rates_are_right_in_half_precision():
+    """Uniform numbers in bfloat16 are so coarse that a rate of 0.001 would drop 0.003."""
+    x = torch.ones(400_000, dtype=torch.bfloat16)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        dropped = (dropout(x, 0.001) == 0).double().mean()
+    assert abs(dropped.item() - 0.001) < 3e-4  # six standard deviations

@@ -13,13 +13,13 @@ import bilevel
 ROOT = Path(bilevel.__file__).parent
 # A part may import from the parts before its own. One folder is one part.
 ORDER = [
-    {"autodiff", "functional", "hyper", "rng"},
+    {"arguments", "autodiff", "checkpoint", "functional", "hyper", "rng"},
     {"history", "problem"},
     {"linear_solvers", "structure"},
     {"response"},
     {"solver"},
     {"loop"},
-    {"checkpoint", "diagnostics", "testing"},
+    {"diagnostics", "testing"},
     {"__init__"},
 ]
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}

@@ -449,3 +449,10 @@ def test_solve_is_a_thin_loop_over_the_solver():
     solution = solve(steps=3, evaluate_every=99)
     assert_same(solution.params, solver.params)
     assert_same(solution.hyper, dict(solver.hyper))
+
+
+@pytest.mark.parametrize("answer", ["text", 12, 0.5])
+def test_a_callback_answers_yes_or_no(answer):
+    """Anything else, such as the count that ``file.write`` returns, is not a wish to stop."""
+    with pytest.raises(TypeError, match=rf"callback must return None, False, or True.*got {answer!r}"):
+        solve(steps=2, callbacks=[lambda event: answer])

@@ -479,3 +479,87 @@ class TestDeferredChecks:
         with pytest.raises(DivergenceError, match=r"the outer loss is nan .*at outer step 0"):
             solver.outer_step(BATCH, BATCH)
         assert_same(solver.state_dict(), good)
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+def test_optimizers_that_change_gradients_in_place_see_tensors_of_their_own(foreach):
+    """Nesterov momentum adds to the gradient; autograd gives both parameters the same one, expanded."""
+    nesterov = partial(torch.optim.SGD, lr=0.1, momentum=0.9, nesterov=True, foreach=foreach)
+    inner = {"a": torch.zeros(3), "b": torch.zeros(3)}
+
+    def loss(model, hyper, batch):
+        return (model.params["a"] + model.params["b"]).sum() * hyper["decay"]
+
+    problem = make_problem(inner, inner_loss=loss, outer_loss=loss)
+    solver = make_solver(problem, method="stn", inner_optimizer=nesterov, outer_optimizer=nesterov)
+    scale = solver.response.scale
+    scale.sample = lambda: torch.zeros(1)
+    for _ in range(2):
+        solver.inner_step()
+    plain = torch.zeros(3, requires_grad=True)
+    optimizer = nesterov([plain])
+    for _ in range(2):
+        plain.grad = torch.full((3,), 0.01)
+        optimizer.step()
+    torch.testing.assert_close(solver.response.inner.weights[0].detach(), plain.detach())
+    torch.testing.assert_close(solver.response.inner.weights[1].detach(), plain.detach())
+    before = solver.vector.detach().clone()
+    step = solver.outer_step()
+    torch.testing.assert_close(before - 0.19 * step.hypergradient, solver.vector.detach())
+
+
+def test_an_outer_step_that_overflows_is_undone():
+    """The hyperparameter would become infinite: the solver is where it was, and the message blames the outer rate."""
+    solver = make_solver(
+        make_problem(outer_loss=lambda model, hyper, batch: -hyper["decay"]),
+        outer_optimizer=partial(torch.optim.Adam, lr=1e4),
+    )
+    drive(solver, 0).inner_step(batches()[0])
+    before = solver.state_dict()
+    with pytest.raises(DivergenceError, match=r"hyperparameter left the range.*outer step 0.*undone.*outer learning"):
+        solver.outer_step()
+    assert_same(before, solver.state_dict())
+
+
+def test_gradients_in_half_precision_are_not_called_infinite():
+    """The square of 1000 overflows float16, but 1000 does not."""
+    inner = {"w": torch.zeros(3, dtype=torch.float16)}
+    problem = make_problem(inner, inner_loss=lambda model, hyper, batch: 1000 * model.params["w"].sum())
+    make_solver(problem, method="stn").inner_step()
+
+
+def test_batches_that_cannot_be_counted_cannot_be_weighted():
+    problem = make_problem(outer_loss=lambda model, hyper, batch: bilevel.l2(model.params))
+    solver = make_solver(problem)
+    assert solver.evaluate(["text"]) > 0
+    with pytest.raises(ValueError, match=r"cannot be weighted.*examples"):
+        solver.evaluate(["text", "more"])
+
+
+def test_batches_that_move_themselves_are_moved():
+    class Encoding(dict):
+        moved = None
+
+        def to(self, device):
+            self.moved = device
+            return self
+
+    seen = []
+    problem = make_problem(
+        inner_loss=lambda model, hyper, batch: seen.append(batch.moved) or bilevel.l2(model.params) * hyper["decay"]
+    )
+    make_solver(problem).inner_step(Encoding())
+    assert set(seen) == {problem.device}
+
+
+def test_aux_of_hyperparameters_and_weights_lets_go_of_the_graph():
+    """They are mappings of our own, which detaching must see through."""
+    problem = make_problem(
+        inner_loss=lambda model, hyper, batch: (bilevel.l2(model.params) * hyper["decay"], (hyper, model.params))
+    )
+    solver = make_solver(problem)
+    solver.inner_step()
+    hyper, params = solver.inner_aux
+    assert not any(value.requires_grad for value in [*hyper.values(), *params.values()])
+    with pytest.raises(KeyError, match="did you mean 'decay'"):
+        hyper["decya"]

@@ -1,0 +1,145 @@
+"""Checks of arguments: each raises before work starts and says what to give instead."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from numbers import Integral
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import Dataset, IterableDataset
+
+
+def check_integer(name: str, value: object, minimum: int) -> None:
+    """Refuse what is not a whole number of at least ``minimum``.
+
+    Raises:
+        TypeError: If it is not an integer.
+        ValueError: If it is too small.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__}: {value!r}.")
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}.")
+
+
+def length(loader: object) -> int | None:
+    """The number of batches of a loader.
+
+    Returns:
+        None if it is not known.
+    """
+    try:
+        return len(loader) if isinstance(loader, Sized) else None
+    except TypeError:  # a DataLoader over an IterableDataset has __len__ but no length
+        return None
+
+
+def check_loader(name: str, loader: object) -> None:
+    """Refuse what cannot be iterated over again and again as batches.
+
+    Raises:
+        TypeError: If it is not a re-iterable of batches.
+        ValueError: If it is empty.
+    """
+    if loader is None:
+        return
+    kind = type(loader).__name__
+    if isinstance(loader, Dataset) and not isinstance(loader, IterableDataset):
+        raise TypeError(
+            f"{name} must yield batches, but a {kind} holds single examples: write "
+            f"{name}=torch.utils.data.DataLoader(dataset, batch_size=...)."
+        )
+    if isinstance(loader, Tensor | np.ndarray | str | bytes | Mapping) or not isinstance(loader, Iterable):
+        raise TypeError(
+            f"{name} must be an iterable of batches (a DataLoader or a list) or None, got {kind}; "
+            "wrap a single batch in a list: [batch]."
+        )
+    # Not by iter(loader): that draws random numbers and may start worker processes.
+    if isinstance(loader, Iterator):
+        raise TypeError(f"{name} is a {kind}, exhausted after one pass: give a list or a DataLoader.")
+    if isinstance(loader, tuple) and loader and all(isinstance(part, Tensor) for part in loader):
+        raise TypeError(f"{name} is a tuple of tensors, which looks like one batch: write {name}=[(x, y)].")
+    if length(loader) == 0:
+        raise ValueError(f"{name} is empty: a {kind} of length 0; give at least one batch.")
+
+
+def check_clip(name: str, clip: Any) -> float | None:
+    """Refuse what is not a positive number.
+
+    Returns:
+        The number, or None.
+
+    Raises:
+        TypeError: If it is not a number.
+        ValueError: If it is not positive and finite.
+    """
+    if clip is None:
+        return None
+    if isinstance(clip, bool) or not isinstance(clip, int | float):
+        raise TypeError(f"{name} must be a number or None, got {type(clip).__name__}: {clip!r}.")
+    if not 0 < clip < math.inf:
+        raise ValueError(f"{name} must be positive and finite, got {clip}; None does not clip.")
+    return float(clip)
+
+
+def make_optimizer(name: str, factory: Any, params: list[nn.Parameter]) -> Optimizer:
+    """Call an optimizer factory, and check what it made.
+
+    Returns:
+        An optimizer of exactly these parameters.
+
+    Raises:
+        TypeError: If it is not a factory of optimizers that step without a closure.
+        ValueError: If it made an optimizer of other parameters.
+    """
+    if isinstance(factory, Optimizer):
+        kind = type(factory).__name__
+        raise TypeError(
+            f"{name} must be a factory, got a {kind} instance; "
+            f"write {name}=lambda params: torch.optim.{kind}(params, ...)."
+        )
+    if not callable(factory):
+        raise TypeError(f"{name} must be a function params -> torch.optim.Optimizer, got {type(factory).__name__}.")
+    optimizer = factory(params)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"{name} must return a torch.optim.Optimizer, got {type(optimizer).__name__}.")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise TypeError(f"{name} made an LBFGS, which needs a closure; use SGD, Adam, AdamW, RMSprop or Adagrad.")
+    given = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    if given != {id(param) for param in params}:
+        raise ValueError(
+            f"{name} made an optimizer of other parameters than it was given: pass its argument on, as in "
+            "lambda params: torch.optim.SGD(params, lr=0.1)."
+        )
+    return optimizer
+
+
+def make_scheduler(name: str, factory: Any, optimizer: Optimizer) -> LRScheduler:
+    """Call a scheduler factory, and check what it made.
+
+    Returns:
+        A scheduler of this optimizer.
+
+    Raises:
+        TypeError: If it is not a factory of schedulers.
+        ValueError: If it made a scheduler of another optimizer.
+    """
+    if isinstance(factory, LRScheduler):
+        raise TypeError(
+            f"{name} must be a factory, got a {type(factory).__name__} instance; write "
+            f"{name}=lambda optimizer: torch.optim.lr_scheduler.{type(factory).__name__}(optimizer, ...)."
+        )
+    if not callable(factory):
+        raise TypeError(f"{name} must be a function optimizer -> scheduler, got {type(factory).__name__}.")
+    scheduler = factory(optimizer)
+    if not isinstance(scheduler, LRScheduler):
+        raise TypeError(f"{name} must return a torch.optim.lr_scheduler, got {type(scheduler).__name__}.")
+    if scheduler.optimizer is not optimizer:
+        raise ValueError(f"{name} made a scheduler of another optimizer than it was given: pass its argument on.")
+    return scheduler
