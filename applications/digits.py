@@ -190,14 +190,18 @@ def evaluate(net: MLP, data: TensorDataset) -> tuple[float, float]:
 
 def report(runs: list[Run]) -> str:
     """The final table: losses and time of each method, averaged over its runs, and the values of the last one."""
-    lines = [f"{'method':<14}{'valid loss':>11}{'test loss':>11}{'test acc':>10}{'time':>8}   dropout, decay per layer"]
+    pad = " " * 9 if len({run.name for run in runs}) < len(runs) else ""
+    lines = [
+        f"{'method':<14}{'valid loss':>11}{'test loss':>11}{pad}{'test acc':>10}{'time':>8}   dropout, decay per layer"
+    ]
     for name in dict.fromkeys(run.name for run in runs):
         group = [run for run in runs if run.name == name]
         measured = torch.tensor([[run.valid, run.test, run.accuracy, run.seconds] for run in group])
         valid, test, accuracy, seconds = measured.mean(0).tolist()
+        spread = f" ± {measured[:, 1].std():.4f}" if len(group) > 1 else ""
         found = " ".join(f"{value:.2f}" for value in group[-1].hyper["dropout"].tolist())
         found += "   " + " ".join(f"{value:.1e}" for value in group[-1].hyper["decay"].tolist())
-        lines.append(f"{name:<14}{valid:11.4f}{test:11.4f}{accuracy:10.1%}{seconds:6.1f} s   {found}")
+        lines.append(f"{name:<14}{valid:11.4f}{test:11.4f}{spread}{accuracy:10.1%}{seconds:6.1f} s   {found}")
     return "\n".join(lines)
 
 

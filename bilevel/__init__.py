@@ -1,30 +1,55 @@
 """Bilevel optimization in PyTorch: write two losses, call :func:`solve`, swap the method by one argument."""
 
 from bilevel import functional
+from bilevel.diagnostics import Comparison, Diagnose, Diagnosis, diagnose
 from bilevel.functional import l1, l2
 from bilevel.history import History
 from bilevel.hyper import Hyper, integer, interval, positive, real
+from bilevel.linear_solvers import (
+    CG,
+    MINRES,
+    ConvergenceWarning,
+    Exact,
+    Identity,
+    LinearSolver,
+    LinearSolverError,
+    Neumann,
+    Nystrom,
+)
 from bilevel.loop import Best, Round, Solution, solve
 from bilevel.problem import Loss, Model, Problem
-from bilevel.response import METHODS, STN, BestResponse, CenteredSTN, DeltaSTN, Method
+from bilevel.response import METHODS, STN, BestResponse, CenteredSTN, DeltaSTN, Implicit, Method
 from bilevel.solver import DivergenceError, OuterStep, Solver
 from bilevel.testing import Report, check_method
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CG",
     "METHODS",
+    "MINRES",
     "STN",
     "Best",
     "BestResponse",
     "CenteredSTN",
+    "Comparison",
+    "ConvergenceWarning",
     "DeltaSTN",
+    "Diagnose",
+    "Diagnosis",
     "DivergenceError",
+    "Exact",
     "History",
     "Hyper",
+    "Identity",
+    "Implicit",
+    "LinearSolver",
+    "LinearSolverError",
     "Loss",
     "Method",
     "Model",
+    "Neumann",
+    "Nystrom",
     "OuterStep",
     "Problem",
     "Report",
@@ -32,6 +57,7 @@ __all__ = [
     "Solution",
     "Solver",
     "check_method",
+    "diagnose",
     "functional",
     "integer",
     "interval",

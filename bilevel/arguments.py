@@ -101,7 +101,7 @@ def make_optimizer(name: str, factory: Any, params: list[nn.Parameter]) -> Optim
     if isinstance(factory, Optimizer):
         kind = type(factory).__name__
         raise TypeError(
-            f"{name} must be a factory, got a {kind} instance; "
+            f"{name} must be a factory, got an instance of {kind}; "
             f"write {name}=lambda params: torch.optim.{kind}(params, ...)."
         )
     if not callable(factory):

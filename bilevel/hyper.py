@@ -53,6 +53,14 @@ class Named(dict[str, Tensor]):
         super().__init__(items)
         self.kind = kind
 
+    def __getattr__(self, name: str) -> Tensor:
+        """Say how to read a value.
+
+        Raises:
+            AttributeError: Always.
+        """
+        raise AttributeError(f"a {self.__dict__.get('kind', 'tensor')} is read as [{name!r}], not as an attribute.")
+
     def __missing__(self, name: object) -> Tensor:
         """Raise the helpful error.
 

@@ -403,11 +403,12 @@ class _Run:
         columns = {"inner_loss": inner_loss}
         if outer is not None:
             columns |= {"outer_loss": outer.loss, "hypergradient_norm": outer.hypergradient.norm()}
+            columns |= {f"method.{name}": value for name, value in outer.report.items()}
         columns |= space.columns(self.solver.hyper)
         if self.solver.response.scale is not None:
             scale = space.split(self.solver.response.scale().detach())
             columns |= {f"scale.{name}": value for name, value in space.columns(scale).items()}
-        values = torch.stack([value.to(self.solver.vector.dtype) for value in columns.values()]).tolist()
+        values = torch.stack([value.to(self.solver.vector) for value in columns.values()]).tolist()
         return {"round": index, "seconds": self.seconds, **dict(zip(columns, values, strict=True))}
 
 
@@ -454,5 +455,5 @@ def _progress_bar(total: int | None, progress: bool | None) -> tqdm[NoReturn]:
 
 def _postfix(event: Round) -> str:
     hidden = {"round", "seconds", "hypergradient_norm"}
-    shown = {n: v for n, v in event.row.items() if n not in hidden and not n.startswith("scale.")}
+    shown = {n: v for n, v in event.row.items() if n not in hidden and not n.startswith(("scale.", "method."))}
     return ", ".join(f"{name} {value:.4g}" for name, value in list(shown.items())[:8])

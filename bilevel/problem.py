@@ -138,7 +138,7 @@ class Problem:
         self._passes = 0
         self.space = Space(hyper)
         self.examples = examples or _first_dimension
-        self._losses = {"inner_loss": inner_loss, "outer_loss": outer_loss}
+        self.user_losses = {"inner_loss": inner_loss, "outer_loss": outer_loss}
         self._train_mode = {"inner_loss": True, "outer_loss": outer_mode == "train"}
         _check_kind(self.params)
         self.initial_hyper()  # raises before any work if a value does not fit the dtype
@@ -175,12 +175,12 @@ class Problem:
         """
         return self.space.init(torch.promote_types(self.dtype, torch.float32), self.device)
 
-    def inner_loss(self, model: Model, hyper: Tensor, batch: Any) -> Loss:
+    def inner_loss(self, model: Model, hyper: Tensor | Named, batch: Any) -> Loss:
         """Evaluate the user's inner loss in train mode.
 
         Args:
             model: Predictions and weights.
-            hyper: Unconstrained.
+            hyper: Unconstrained; or natural values, by name.
             batch: Handed to the loss.
 
         Returns:
@@ -263,11 +263,11 @@ class Problem:
                 state[key] = new.clone()
         return state
 
-    def _evaluate(self, name: str, model: Model, hyper: Tensor, batch: Any) -> Loss:
-        values = self.space.values(hyper)
+    def _evaluate(self, name: str, model: Model, hyper: Tensor | Named, batch: Any) -> Loss:
+        values = hyper if isinstance(hyper, Named) else self.space.values(hyper)
         with self._mode(self._train_mode[name]):
             try:
-                result = self._losses[name](model, values, batch)
+                result = self.user_losses[name](model, values, batch)
             except Exception as error:
                 error.add_note(f"Raised while evaluating {name}(model, hyper, batch); {self._describe(batch)}")
                 raise

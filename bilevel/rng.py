@@ -29,6 +29,19 @@ class Stream:
         self.devices = [torch.device("cpu")] + ([] if device.type == "cpu" else [device])
         self.states = [torch.Generator(where).manual_seed(seed).get_state() for where in self.devices]
 
+    @classmethod
+    def current(cls, device: torch.device) -> Stream:
+        """A stream that repeats what is drawn next from the present random state.
+
+        Returns:
+            A new stream.
+        """
+        stream = cls(0, device)
+        stream.states = [torch.get_rng_state()] + [
+            torch.get_device_module(where).get_rng_state(where) for where in stream.devices[1:]
+        ]
+        return stream
+
     @contextmanager
     def __call__(self) -> Generator[None]:
         """Draw from this stream inside the block; if the block raises, the stream is where it was before."""

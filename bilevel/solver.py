@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 from bilevel.arguments import check_clip, check_integer, check_loader, make_optimizer, make_scheduler
 from bilevel.checkpoint import check_layout
 from bilevel.hyper import Named
-from bilevel.problem import Loss, Problem
+from bilevel.linear_solvers import LinearSolverError
+from bilevel.problem import Loss, Model, Problem
 from bilevel.response import BestResponse, Method, get_method
 from bilevel.rng import Stream
 
@@ -49,12 +50,14 @@ class OuterStep:
         loss: The outer loss.
         hypergradient: Its total derivative, shape ``(h,)``, over the unconstrained vector.
         direct: The part of it that does not pass through the weights.
+        report: What the method says about it, such as the residual of its linear system.
         aux: What the outer loss returned beside its value.
     """
 
     loss: Tensor
     hypergradient: Tensor
     direct: Tensor
+    report: dict[str, Tensor]
     aux: Any = None
 
 
@@ -128,7 +131,13 @@ class Solver:
             "inner": check_clip("inner_clip", inner_clip),
             "outer": check_clip("outer_clip", outer_clip),
         }
-        self.response = self.method.bind(problem)
+        seeds = np.random.SeedSequence(seed).generate_state(3, np.uint64)
+        self.streams = {
+            name: Stream(int(value), problem.device)
+            for name, value in zip(("data", "loss", "evaluation"), seeds, strict=True)
+        }
+        with self.streams["loss"]():
+            self.response = self.method.bind(problem)
         if not isinstance(self.response, BestResponse):
             raise TypeError(
                 f"{type(self.method).__name__}.bind must return a bilevel.BestResponse, "
@@ -155,11 +164,6 @@ class Solver:
         if "response" in self.optimizers and response_optimizer is None:
             for group in self.optimizers["response"].param_groups:
                 group.update({"weight_decay": 0} if "weight_decay" in group else {})
-        seeds = np.random.SeedSequence(seed).generate_state(3, np.uint64)
-        self.streams = {
-            name: Stream(int(value), problem.device)
-            for name, value in zip(("data", "loss", "evaluation"), seeds, strict=True)
-        }
         self.inner_steps = 0
         self.outer_steps = 0
         self.inner_aux: Any = None
@@ -195,7 +199,7 @@ class Solver:
         Returns:
             The inner loss before the step, on the device.
         """
-        batch = self._to_device(batch)
+        batch = self.to_device(batch)
         if not self._check_at_once and self._good is None:
             self._good = self.state_dict()
         buffers = [(buffer, buffer.clone()) for buffer in self.response.buffers()]
@@ -224,7 +228,7 @@ class Solver:
         Returns:
             The loss and hypergradient at which the step was made.
         """
-        train_batch, valid_batch = self._to_device(train_batch), self._to_device(valid_batch)
+        train_batch, valid_batch = self.to_device(train_batch), self.to_device(valid_batch)
         with self.streams["loss"]():
             loss, direct, through_weights, scale_gradient = self._hypergradient(train_batch, valid_batch)
             hypergradient = direct + through_weights
@@ -240,7 +244,8 @@ class Solver:
             record = torch.stack([step, norms.sum(), loss.value.detach().to(norms), (moved * 0).sum()])
             self._raise_if_bad(torch.stack([self._inner_record(), record]), before)
         self.outer_steps += 1
-        return OuterStep(loss.value.detach(), hypergradient, direct, _detached(loss.aux))
+        self.response.commit()
+        return OuterStep(loss.value.detach(), hypergradient, direct, dict(self.response.report), _detached(loss.aux))
 
     def evaluate(self, loader: Iterable[Any] | None = None) -> float:
         """The outer loss over a whole set, at the current weights and unperturbed hyperparameters.
@@ -262,7 +267,7 @@ class Solver:
         losses, sizes = [], []
         with self.streams["evaluation"]():
             for batch in [None] if loader is None else loader:
-                moved = self._to_device(batch)
+                moved = self.to_device(batch)
                 sizes.append(self.problem.examples(moved))
                 losses.append(self.problem.outer_loss(model, self.vector.detach(), moved).value.detach())
         if not losses:
@@ -370,7 +375,15 @@ class Solver:
         groups["scale"] = scale
         return {name: params for name, params in groups.items() if params}
 
-    def _to_device(self, batch: Any) -> Any:
+    def to_device(self, batch: Any) -> Any:
+        """Move a batch to the device of the weights: its tensors, and what has a ``to`` of its own.
+
+        Args:
+            batch: Any nesting.
+
+        Returns:
+            The same with everything moved.
+        """
         device = self.problem.device
 
         def move(leaf: Any) -> Any:
@@ -389,6 +402,11 @@ class Solver:
         first: Loss | None = None
         values = []
         for term in self.response.inner_loss(self.vector.detach(), batch):
+            if not isinstance(term, Loss):
+                raise TypeError(
+                    f"{type(self.response).__name__}.inner_loss must yield bilevel.Loss, as problem.inner_loss "
+                    f"returns it; got {type(term).__name__}."
+                )
             first = Loss(term.value.detach(), term.aux) if first is None else first
             values.append(term.value.detach())
             new = self._differentiate("inner_loss", term.value, params)
@@ -408,13 +426,24 @@ class Solver:
         scale = self.response.scale
         noise = torch.zeros_like(direct) if scale is None else scale.outer_sample()
         model = self.response(through_weights + noise, train_batch, self.vector.detach())
+        if not isinstance(model, Model):
+            raise TypeError(
+                f"{type(self.response).__name__}.forward must return a bilevel.Model, got {type(model).__name__}."
+            )
         loss = self.problem.outer_loss(model, direct + noise, valid_batch)
         objective = loss.value
         inputs = [direct, through_weights]
         if scale is not None and "scale" in self._params:
             objective = objective + scale.penalty()
             inputs += self._params["scale"]
-        found = self._differentiate("outer_loss", objective, inputs)
+        try:
+            found = self._differentiate("outer_loss", objective, inputs)
+        except LinearSolverError:
+            # A loss that is not finite is the cause then, and the better message.
+            value = loss.value.detach().to(self.vector)
+            record = torch.stack([value.new_full((), self.outer_steps), value, value, torch.zeros_like(value)])
+            self._raise_if_bad(torch.stack([self._inner_record(), record]))
+            raise
         if not loss.value.requires_grad or (found[0] is None and found[1] is None):
             raise ValueError(
                 "outer_loss depends neither on the weights nor on a hyperparameter: compute it from model(...), "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import bilevel
-from bilevel import METHODS, BestResponse, Problem, Solver
+from bilevel import BestResponse, Problem, Solver
 from bilevel.response.hypernetwork import HypernetworkResponse
 
 SEEDS = st.integers(0, 2**32 - 1)
 SCALES = st.floats(0.05, 3.0)
-EVERY_METHOD = sorted(METHODS)
+HYPERNETWORKS = ["centered_stn", "delta_stn", "stn"]
 
 
 def randn(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
@@ -123,6 +123,25 @@ def make_quadratic(m: int, h: int, seed: int, network: bool) -> Quadratic:
 def quadratics() -> st.SearchStrategy[Quadratic]:
     """Random quadratic problems, with and without a network."""
     return st.builds(make_quadratic, m=st.integers(2, 5), h=st.integers(1, 4), seed=SEEDS, network=st.booleans())
+
+
+def make_ill_conditioned(m: int, h: int, seed: int, digits: float, network: bool) -> Quadratic:
+    """A random quadratic problem whose Hessian has a condition number of 10 to the power of ``digits``."""
+    vectors = torch.linalg.qr(randn(seed, (m, m))[0]).Q
+    A = vectors @ torch.diag(torch.logspace(0, -digits, m, dtype=torch.float64)) @ vectors.T
+    return replace(make_quadratic(m, h, seed, network), A=(A + A.T) / 2)
+
+
+def ill_conditioned_quadratics() -> st.SearchStrategy[Quadratic]:
+    """Random quadratic problems with condition numbers up to 1e4, with and without a network."""
+    return st.builds(
+        make_ill_conditioned,
+        m=st.integers(2, 6),
+        h=st.integers(1, 4),
+        seed=SEEDS,
+        digits=st.floats(0.0, 4.0),
+        network=st.booleans(),
+    )
 
 
 @dataclass(frozen=True)

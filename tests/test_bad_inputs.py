@@ -266,7 +266,7 @@ SOLVER = [
         "optimizer instance",
         lambda: solve(inner_optimizer=torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)),
         TypeError,
-        r"inner_optimizer must be a factory, got a SGD instance; write .*lambda params: torch.optim.SGD\(params",
+        r"inner_optimizer must be a factory, got an instance of SGD; write .*lambda params: torch.optim.SGD\(params",
     ),
     bad(
         "optimizer name",
@@ -514,7 +514,7 @@ def nan_gradient(loss):
     return lambda model, hyper, batch: loss(model, hyper, batch) + (0 * model.params["0.bias"]).sum().abs().sqrt()
 
 
-@pytest.mark.parametrize("method", sorted(bilevel.METHODS))
+@pytest.mark.parametrize("method", ["centered_stn", "delta_stn", "stn"])
 @pytest.mark.parametrize(("value", "shown"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])
 @pytest.mark.parametrize("step", [0, 3])
 def test_an_inner_loss_that_is_not_finite_is_named_and_undone(method, value, shown, step):

@@ -106,7 +106,7 @@ class TestCounting:
         second = [("t", 3), ("t", 0), ("t", 1), ("v", 2), ("v", 3)]
         assert seen[:10] == first + second
 
-    @pytest.mark.parametrize("method", sorted(bilevel.METHODS))
+    @pytest.mark.parametrize("method", ["centered_stn", "delta_stn", "stn"])
     def test_the_warm_up_perturbs_but_moves_neither_hyperparameters_nor_scale(self, method):
         log = []
         settings = type(bilevel.METHODS[method])(entropy=1e-2)

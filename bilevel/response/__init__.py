@@ -4,15 +4,22 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from bilevel.hyper import suggest
+from bilevel.linear_solvers import CG, Exact, Identity, Neumann, Nystrom
 from bilevel.response.base import BestResponse, Method
 from bilevel.response.centered_stn import CenteredSTN
 from bilevel.response.delta_stn import DeltaSTN
+from bilevel.response.implicit import Implicit
 from bilevel.response.stn import STN
 
 METHODS: Mapping[str, Method] = MappingProxyType({
     "stn": STN(),
     "centered_stn": CenteredSTN(),
     "delta_stn": DeltaSTN(),
+    "implicit_exact": Implicit(Exact()),
+    "implicit_cg": Implicit(CG(rtol=0.0), curvature="gauss_newton"),
+    "implicit_neumann": Implicit(Neumann(), curvature="gauss_newton"),
+    "implicit_nystrom": Implicit(Nystrom(), curvature="gauss_newton"),
+    "implicit_identity": Implicit(Identity()),
 })
 """Every method by name, with its default settings."""
 
@@ -42,4 +49,4 @@ def get_method(method: str | Method) -> Method:
     return METHODS[method]
 
 
-__all__ = ["METHODS", "STN", "BestResponse", "CenteredSTN", "DeltaSTN", "Method", "get_method"]
+__all__ = ["METHODS", "STN", "BestResponse", "CenteredSTN", "DeltaSTN", "Implicit", "Method", "get_method"]

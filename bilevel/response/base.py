@@ -45,7 +45,10 @@ class BestResponse(nn.Module, ABC):
         problem: What it responds to.
         inner: Weights and buffers, started at those of the problem.
         scale: The perturbation scale, or None for a method that does not perturb.
+        report: What the method says about its last hypergradient, as scalars by name.
     """
+
+    report: dict[str, Tensor]
 
     def __init__(self, problem: Problem) -> None:
         """Copy the weights and buffers of the problem."""
@@ -53,6 +56,7 @@ class BestResponse(nn.Module, ABC):
         self.problem = problem
         self.inner = Variables(problem)
         self.scale: Scale | None = None
+        self.report = {}
 
     @abstractmethod
     def inner_loss(self, hyper: Tensor, batch: Any) -> Iterator[Loss]:
@@ -81,6 +85,9 @@ class BestResponse(nn.Module, ABC):
         Returns:
             A model whose ``params`` are :math:`r(\lambda)`.
         """
+
+    def commit(self) -> None:
+        """Called after every successful outer step, for methods that carry something on to the next one."""
 
     def jvp(self, hyper: Tensor, tangent: Tensor, train_batch: Any = None) -> dict[str, Tensor]:
         r"""The change of the weights along a direction, :math:`\frac{\partial r}{\partial \lambda} v`.

@@ -30,6 +30,9 @@ class DeltaSTN(Hypernetwork):
     The method of choice for regularization of a network during one training run. The network must support forward-mode
     differentiation (``nn.LSTM`` does not).
 
+    Its settings ``scale``, ``entropy``, ``perturb_outer`` and ``max_gigabytes`` are those of
+    :class:`bilevel.response.hypernetwork.Hypernetwork`.
+
     Example:
         >>> DeltaSTN(entropy=1e-3)
         DeltaSTN(scale=1.0, entropy=0.001, perturb_outer=None, max_gigabytes=4.0)

@@ -28,6 +28,9 @@ class STN(Hypernetwork):
     ill-conditioned and lets :math:`\lambda` drift (``eq:valid-undesirable``), and perturbing :math:`\phi_0` moves it
     away from the solution (``eq:linear-reg-incorrect``).
 
+    Its settings ``scale``, ``entropy``, ``perturb_outer`` and ``max_gigabytes`` are those of
+    :class:`bilevel.response.hypernetwork.Hypernetwork`.
+
     Example:
         >>> STN(scale=0.5)
         STN(scale=0.5, entropy=None, perturb_outer=None, max_gigabytes=4.0)

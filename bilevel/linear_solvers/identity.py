@@ -1,0 +1,78 @@
+"""No solve at all: the matrix is taken for a multiple of the identity."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import final
+
+import torch
+from torch import Tensor
+
+from bilevel.linear_solvers.base import (
+    LinearSolver,
+    LinearSolverError,
+    Matvec,
+    Operator,
+    Solve,
+    check_number,
+    check_system,
+    norm,
+    not_finite,
+    ratio,
+)
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Identity(LinearSolver):
+    r"""Approximate :math:`\mathbf{H}^{-1} v` by :math:`u = \alpha v`: T1-T2, one step of gradient descent.
+
+    An approximation by definition: it promises no residual and never warns. A call does not use ``matvec``; only
+    :meth:`~bilevel.LinearSolver.solve_with_info` multiplies, once, for the residual.
+
+    Attributes:
+        scale: The factor :math:`\alpha`, in the role of the inner learning rate.
+
+    Example:
+        >>> Identity(scale=0.1)(lambda p: 7 * p, torch.tensor([10.0, 20.0]))
+        tensor([1., 2.])
+
+    References:
+        Luketina, Berglund, Greff and Raiko (2016), Scalable gradient-based tuning of continuous regularization
+        hyperparameters.
+    """
+
+    scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        check_number(self, "scale", self.scale, above=0, or_equal=False)
+
+    def __call__(self, matvec: Matvec, v: Tensor, x0: Tensor | None = None) -> Tensor:
+        r"""Multiply by :math:`\alpha`.
+
+        Args:
+            matvec: Not used.
+            v: The right-hand side, shape ``(m,)``.
+            x0: Not used.
+
+        Returns:
+            The vector u, without an autograd graph.
+
+        Raises:
+            LinearSolverError: If it is not finite.
+        """
+        check_system(matvec, v, x0)
+        solution = self.scale * v.detach()
+        if not bool(solution.isfinite().all()):
+            raise LinearSolverError("Identity: v is not finite: look for NaN or overflow in the outer loss.")
+        return solution
+
+    def _solve(self, matvec: Matvec, v: Tensor, x0: Tensor | None) -> Solve:
+        operator = Operator(matvec, v.dtype, 0.0)
+        v = v.to(torch.promote_types(v.dtype, torch.float32))
+        x = self.scale * v
+        residual = ratio(norm(v - operator(x)), norm(v))
+        if not bool(residual.isfinite()):
+            raise not_finite("Identity", operator, v) or LinearSolverError("Identity: overflow: lower scale.")
+        return Solve(x, residual, 0)

@@ -1,0 +1,178 @@
+"""What the iterative solvers share: warm start, scaling, the true residual, restarts, and what to say on failure."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from bilevel.linear_solvers.base import (
+    ConvergenceWarning,
+    LinearSolver,
+    LinearSolverError,
+    Matvec,
+    Operator,
+    Solve,
+    check_count,
+    check_number,
+    norm,
+    not_finite,
+    ratio,
+)
+
+ASYMMETRIC = (
+    "the matrix is not symmetric, or matvec is not deterministic (dropout?); Exact takes any nonsingular matrix."
+)
+
+
+class Run(NamedTuple):
+    """What one run of an iteration leaves on the device.
+
+    Attributes:
+        x: The solution for a right-hand side of norm one.
+        remaining: The norm of its residual, as the recursion believes.
+        steps: How many steps changed it.
+        failed: One if the iteration broke down, zero otherwise.
+        value: The quantity that says why.
+    """
+
+    x: Tensor
+    remaining: Tensor
+    steps: Tensor
+    failed: Tensor
+    value: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Iterative(LinearSolver):
+    r"""A solver that multiplies by :math:`\mathbf{H} + \mu \mathbf{I}` until the residual is small.
+
+    A warm start solves for the correction, :math:`u = x_0 + (\mathbf{H} + \mu \mathbf{I})^{-1} r_0` with
+    :math:`r_0 = v - (\mathbf{H} + \mu \mathbf{I}) x_0`, and every right-hand side is divided by its norm, so the scale
+    of v does not matter. If the true residual is larger than the recursion believed, the iteration is restarted from
+    there.
+
+    Attributes:
+        max_steps: Upper bound on the steps.
+        rtol: Stop once :math:`\|r\| \le \mathrm{rtol}\,\|v\|`; zero runs exactly ``max_steps`` steps, promises no
+            residual, and waits for the device only once, at the end.
+        damping: The shift :math:`\mu`.
+    """
+
+    max_steps: int = 20
+    rtol: float = 1e-6
+    damping: float = 0.0
+
+    advice: ClassVar[str]
+
+    def __post_init__(self) -> None:
+        """Check the settings."""
+        check_count(self, "max_steps", self.max_steps)
+        check_number(self, "rtol", self.rtol, above=0, or_equal=True, advice=" Zero runs max_steps steps.")
+        check_number(self, "damping", self.damping, above=0, or_equal=True)
+
+    def _solve(self, matvec: Matvec, v: Tensor, x0: Tensor | None) -> Solve:
+        operator = Operator(matvec, v.dtype, self.damping)
+        v = v.to(torch.promote_types(v.dtype, torch.float32))
+        size = norm(v)
+        x = torch.zeros_like(v) if x0 is None else torch.where(size == 0, torch.zeros_like(v), x0)
+        r = v if x0 is None else v - operator(x)
+        residual, reached, steps = torch.full_like(size, math.inf), math.inf, 0
+        while True:
+            scale = norm(r)
+            # A little more than asked, so that rounding alone does not cause a restart.
+            target = 0.9 * self.rtol * size / scale
+            run = self._run(operator, r / torch.where(scale == 0, 1.0, scale), target, self.max_steps - steps)
+            new_x = x + scale * run.x
+            new_r = v - operator(new_x)
+            new_residual = ratio(norm(new_r), size)
+            # The only place where the host waits for the device when rtol is zero.
+            believed = ratio(scale * run.remaining, size)
+            now, belief, taken, failed, value = torch.stack([new_residual, believed, *run[2:]]).tolist()
+            if steps == 0 and (failed or not math.isfinite(now)):
+                raise self._error(operator, v, x0, int(taken), value if failed else None)
+            if self.rtol == 0 and now > 1.1 * belief + operator.eps**0.5:
+                self._check_disagreement(operator, v, now, belief)
+            if failed or not now < reached:
+                break
+            stalled = now > reached / 2
+            x, r, residual, reached, steps = new_x, new_r, new_residual, now, steps + int(taken)
+            if self.rtol == 0 or reached <= self.rtol:
+                return Solve(x, residual, steps)
+            if stalled or steps >= self.max_steps or taken == 0:
+                break
+        warnings.warn(
+            f"{type(self).__name__}: the relative residual is {reached:.1e} after {steps} of {self.max_steps} steps, "
+            f"above rtol={self.rtol:g}: {self._explain(operator, v, x, r)}",
+            ConvergenceWarning,
+            stacklevel=3,
+        )
+        return Solve(x, residual, steps)
+
+    @abstractmethod
+    def _run(self, operator: Operator, b: Tensor, target: Tensor, max_steps: int) -> Run:
+        """Solve for ``b``, of norm one or zero, from zero.
+
+        With ``rtol=0`` it must not read a tensor: it masks what a finished or broken iteration would still change.
+        """
+
+    @abstractmethod
+    def _failure(self, step: int, value: float) -> str:
+        """Say what broke down at a step, and what to try."""
+
+    def _error(
+        self, operator: Operator, v: Tensor, x0: Tensor | None, step: int, value: float | None
+    ) -> LinearSolverError:
+        name = type(self).__name__
+        failure = f"overflow after {step} steps: {self.advice}" if value is None else self._failure(step, value)
+        error = not_finite(name, operator, v, x0)
+        return error or LinearSolverError(f"{name}: {ASYMMETRIC if _is_asymmetric(operator, v) else failure}")
+
+    def _check_disagreement(self, operator: Operator, v: Tensor, now: float, belief: float) -> None:
+        """Raise if a truncated iteration went wrong, rather than being short of digits."""
+        if _is_asymmetric(operator, v):
+            raise LinearSolverError(f"{type(self).__name__}: {ASYMMETRIC}")
+        if now > max(0.1, 10 * belief):
+            raise LinearSolverError(
+                f"{type(self).__name__}: the relative residual is {now:.1e} where the recursion believes {belief:.1e}: "
+                f"the matrix is singular, or nearly so for {operator.dtype}. Add damping, or take fewer steps."
+            )
+
+    def _explain(self, operator: Operator, v: Tensor, x: Tensor, r: Tensor) -> str:
+        """Find the cause of a residual that is too large, and what to try."""
+        if _is_asymmetric(operator, v):
+            return ASYMMETRIC
+        largest, last = float(norm(operator(probe(v)))), float(norm(operator(r / norm(r))))
+        if last <= operator.eps**0.5 * largest:
+            return (
+                "the matrix is singular, or nearly so, and v is not in its range: no vector has a smaller residual; "
+                "add damping."
+            )
+        if float(norm(r)) <= 1e3 * operator.eps * largest * float(norm(x)):
+            return (
+                f"that is the precision of {operator.dtype} for this matrix, which may be nearly singular; use "
+                "float64, add damping or raise rtol."
+            )
+        return self.advice
+
+
+def probe(b: Tensor) -> Tensor:
+    """A unit vector with a part in every direction, as good as random but without a random number.
+
+    Returns:
+        A function of the length of ``b`` only.
+    """
+    index = torch.arange(1, len(b) + 1, device=b.device)
+    vector = (index * index * 2654435761 % 2**32).to(b.dtype) / 2**31 - 1
+    return vector / norm(vector)
+
+
+def _is_asymmetric(operator: Operator, v: Tensor) -> bool:
+    p, q = v / norm(v), probe(v)
+    first, second = operator(p), operator(q)
+    return bool((p @ second - q @ first).abs() > operator.eps**0.5 * (norm(first) + norm(second)))

@@ -1,0 +1,283 @@
+r"""Second derivatives of the inner loss at one point, from one graph.
+
+The graph of :math:`\nabla_w \mathcal{L}_T` is built once and differentiated again for every product (reverse over
+reverse), which costs about one gradient each. Vectors are flat: the weights, or the hyperparameters, in order.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
+
+from bilevel.hyper import Named
+from bilevel.problem import Model, Variables
+
+
+class Curvature(ABC):
+    r"""The curvature in the weights, and the exact :math:`\partial_w \partial_\lambda \mathcal{L}_T`.
+
+    Attributes:
+        weights: Leaves at the current weights.
+        hyper: Leaves at the current hyperparameters, unconstrained, one per name.
+        loss: The inner loss, with its graph.
+        gradient: Of the inner loss in the weights, with its graph; None where there is no dependence.
+    """
+
+    def __init__(self, inner: Variables, hyper: Tensor, batch: Any) -> None:
+        """Build the graph of the gradient on a batch."""
+        space = inner.problem.space
+        # The fused attention kernels have no second derivative; the plain one has.
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+            self.weights = [weight.detach().requires_grad_() for weight in inner.params().values()]
+            self.hyper = {name: part.detach().requires_grad_() for name, part in space.split(hyper).items()}
+            natural = [(name, space.hyper[name].natural(part)) for name, part in self.hyper.items()]
+            values = Named("hyperparameter", natural)
+            self.loss = inner.problem.inner_loss(self._model(inner), values, batch).value
+            self.gradient = _gradient(self.loss, self.weights)
+
+    def _model(self, inner: Variables) -> Model:
+        """What the loss sees."""
+        return inner.model(dict(zip(inner.params(), self.weights, strict=True)))
+
+    @abstractmethod
+    def product(self, vector: Tensor) -> Tensor:
+        r"""The curvature times a vector, :math:`\mathbf{H} p`.
+
+        Args:
+            vector: Shape ``(m,)``.
+
+        Returns:
+            A tensor of shape ``(m,)``.
+        """
+
+    def cross_parts(self, vector: Tensor) -> dict[str, Tensor | None]:
+        r"""The parts of :math:`(\partial_w \partial_\lambda \mathcal{L}_T)^\top u`, one per hyperparameter.
+
+        Args:
+            vector: The weights u, shape ``(m,)``.
+
+        Returns:
+            By name; None where the gradient of the inner loss does not depend on the hyperparameter.
+        """
+        parts = _vjp(self.gradient, list(self.hyper.values()), unflatten(vector, self.weights))
+        return dict(zip(self.hyper, parts, strict=True))
+
+    def cross_vjp(self, vector: Tensor) -> Tensor:
+        r"""The product :math:`(\partial_w \partial_\lambda \mathcal{L}_T)^\top u`.
+
+        Args:
+            vector: The weights u, shape ``(m,)``.
+
+        Returns:
+            A tensor of shape ``(h,)``.
+        """
+        parts = list(self.cross_parts(vector).values())
+        return flatten(_zeros_for_none(parts, list(self.hyper.values())))
+
+    def cross_jvp(self, vector: Tensor) -> Tensor:
+        r"""The product :math:`\partial_w \partial_\lambda \mathcal{L}_T\, v`.
+
+        Args:
+            vector: The hyperparameters v, shape ``(h,)``.
+
+        Returns:
+            A tensor of shape ``(m,)``.
+        """
+        leaves = list(self.hyper.values())
+        with torch.enable_grad():
+            dummies = [torch.zeros_like(weight).requires_grad_() for weight in self.weights]
+            transposed = _vjp(self.gradient, leaves, dummies, create_graph=True)
+        # The transposed product is linear in the dummies, so that its derivative in them is the product itself.
+        return flatten(_zeros_for_none(_vjp(transposed, dummies, unflatten(vector, leaves)), dummies))
+
+
+@final
+class Hessian(Curvature):
+    """The Hessian of the inner loss."""
+
+    def product(self, vector: Tensor) -> Tensor:
+        r"""The product :math:`\mathbf{H} p`.
+
+        Args:
+            vector: Shape ``(m,)``.
+
+        Returns:
+            A tensor of shape ``(m,)``.
+        """
+        parts = _vjp(self.gradient, self.weights, unflatten(vector, self.weights))
+        return flatten(_zeros_for_none(parts, self.weights))
+
+
+@final
+class GaussNewton(Curvature):
+    r"""The Gauss-Newton matrix: the Hessian of the inner loss with the network linearised in its weights.
+
+    With the loss as a function of outputs and of the weights that penalties read, :math:`\ell(y, w)`, it is
+    :math:`[\mathbf{J}; \mathbf{I}]^\top\, \nabla^2 \ell\; [\mathbf{J}; \mathbf{I}]`: the output Hessian between output
+    Jacobians, plus the Hessian of the penalties. It is positive semi-definite where :math:`\ell` is convex.
+    """
+
+    def __init__(self, inner: Variables, hyper: Tensor, batch: Any) -> None:
+        """Build the graphs of the network and of the loss on a batch.
+
+        Raises:
+            ValueError: If the loss depends on the weights in another way than through outputs and ``model.params``.
+        """
+        self.gate = _Gate()
+        self.outputs: list[Tensor] = []  # as the network returned them
+        self.seen: list[Tensor] = []  # as the loss sees them, behind the gate
+        self.read: list[Tensor] = []
+        super().__init__(inner, hyper, batch)
+        with self.gate.closed():
+            self.slopes = _gradient(self.loss, [*self.seen, *self.read])
+            bypass = _vjp([self.loss], self.weights, [torch.ones_like(self.loss)])
+        if any(part is not None and bool(part.any()) for part in bypass):
+            raise ValueError(
+                "curvature='gauss_newton' cannot see how inner_loss depends on the weights: it must do so through what "
+                "model(...) returns (tensors, in tuples, lists, dicts or dataclasses) and through model.params, not "
+                "through other objects or forward hooks. Return those tensors, or use curvature='hessian'."
+            )
+        with torch.enable_grad():
+            self.dummies = [torch.zeros_like(output).requires_grad_() for output in self.outputs]
+            self.transposed = _vjp(self.outputs, self.weights, self.dummies, create_graph=True)
+
+    def _model(self, inner: Variables) -> Model:
+        self.read = [self.gate(weight) for weight in self.weights]
+        names, predict = list(inner.params()), inner.predictor()
+
+        def record(output: Tensor) -> Tensor:
+            if not output.requires_grad:
+                return output
+            self.outputs.append(output)
+            self.seen.append(self.gate(output))
+            return self.seen[-1].clone()  # which the loss may change in place
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if predict is None:
+                raise TypeError("the problem has no network.")
+            return _map_tensors(record, predict(dict(zip(names, self.weights, strict=True)), *args, **kwargs))
+
+        return Model(dict(zip(names, self.read, strict=True)), None if predict is None else call)
+
+    def product(self, vector: Tensor) -> Tensor:
+        r"""The product :math:`\mathbf{G} p`.
+
+        Args:
+            vector: Shape ``(m,)``.
+
+        Returns:
+            A tensor of shape ``(m,)``.
+        """
+        change = unflatten(vector, self.weights)
+        along = _zeros_for_none(_vjp(self.transposed, self.dummies, change), self.dummies)
+        arguments = [*self.seen, *self.read]
+        with self.gate.closed():
+            bent = _zeros_for_none(_vjp(self.slopes, arguments, [*along, *change]), arguments)
+        outputs, read = bent[: len(self.seen)], bent[len(self.seen) :]
+        return flatten(_zeros_for_none(_vjp(self.outputs, self.weights, outputs), self.weights)) + flatten(read)
+
+
+class _Gate:
+    """The identity, whose derivative is zero while it is closed: parts a graph in two and joins it again."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        passed: Tensor = _Pass.apply(tensor, self)  # type: ignore[no-untyped-call]
+        return passed
+
+    @contextmanager
+    def closed(self) -> Generator[None]:
+        self.is_closed = True
+        try:
+            yield
+        finally:
+            self.is_closed = False
+
+
+class _Pass(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, gate: _Gate) -> Tensor:
+        ctx.gate = gate
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> tuple[Tensor | None, None]:
+        return None if ctx.gate.is_closed else cotangents[0], None
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """Concatenate tensors as one vector.
+
+    Returns:
+        A tensor of one dimension.
+    """
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+
+def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """The inverse of :func:`flatten`.
+
+    Returns:
+        One tensor for each of ``like``, of its shape.
+    """
+    parts = torch.split(vector, [tensor.numel() for tensor in like])
+    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+
+
+def _gradient(loss: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
+    if not loss.requires_grad:
+        return [None] * len(inputs)
+    return [*torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)]
+
+
+def _vjp(
+    outputs: Sequence[Tensor | None],
+    inputs: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+    *,
+    create_graph: bool = False,
+) -> list[Tensor | None]:
+    """A vector-Jacobian product that leaves the graph in place; None where there is no dependence."""
+    live = [(y, u) for y, u in zip(outputs, cotangents, strict=True) if y is not None and y.requires_grad]
+    if not live or not inputs:
+        return [None] * len(inputs)
+    ys, us = zip(*live, strict=True)
+    try:
+        return [*torch.autograd.grad(ys, inputs, us, retain_graph=True, create_graph=create_graph, allow_unused=True)]
+    except RuntimeError as error:
+        if any(words in str(error) for words in ("is not implemented", "twice", "Double backward")):
+            error.add_note(
+                "inner_loss contains an operation without second derivatives, which implicit differentiation needs. "
+                "Replace it, or use method='centered_stn' or 'stn'."
+            )
+        raise
+
+
+def _map_tensors(function: Callable[[Tensor], Tensor], output: Any) -> Any:
+    def visit(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return function(leaf)
+        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+            return leaf
+        result = copy.copy(leaf)
+        for field in dataclasses.fields(leaf):
+            # Also where the dataclass is frozen.
+            object.__setattr__(result, field.name, _map_tensors(function, getattr(leaf, field.name)))
+        return result
+
+    return pytree.tree_map(visit, output)
+
+
+def _zeros_for_none(parts: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.zeros_like(leaf) if part is None else part for part, leaf in zip(parts, like, strict=True)]

@@ -1,0 +1,217 @@
+r"""Implicit differentiation: the best-response Jacobian from the implicit function theorem.
+
+The weights are trained as usual. At the outer step, with :math:`\mathbf{H} = \partial^2_w \mathcal{L}_T` at the current
+weights (Lemma ``best-response-lamma``),
+
+.. math::
+    \left(\frac{\partial r}{\partial \lambda}\right)^\top u
+    = -\left(\frac{\partial^2 \mathcal{L}_T}{\partial w\,\partial \lambda}\right)^\top \mathbf{H}^{-1} u,
+
+where a linear solver approximates :math:`\mathbf{H}^{-1} u` from products with :math:`\mathbf{H}`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from bilevel.linear_solvers import CG, LinearSolver
+from bilevel.problem import Loss, Model, Problem
+from bilevel.response.base import BestResponse, Method
+from bilevel.response.curvature import Curvature, GaussNewton, Hessian, flatten, unflatten
+from bilevel.rng import Stream
+
+CURVATURES = {"hessian": Hessian, "gauss_newton": GaussNewton}
+
+
+@final
+@dataclass(frozen=True)
+class Implicit(Method):
+    r"""Implicit differentiation with a linear solver.
+
+    The hypergradient is exact where the weights minimise the inner loss and the solver converges. It needs no response
+    to be learned, works for any number of hyperparameters, and costs about one gradient of the inner loss per product.
+    It cannot tune what the inner loss does not depend on differentiably: dropout rates, integers.
+
+    Attributes:
+        linear_solver: Approximates :math:`\mathbf{H}^{-1} u`.
+        curvature: ``"hessian"``, or ``"gauss_newton"`` for the positive semi-definite matrix in which the network is
+            linearised.
+        warm_start: Start the solver from the solution of the previous outer step.
+
+    Example:
+        >>> Implicit(CG(max_steps=5))
+        Implicit(linear_solver=CG(max_steps=5, rtol=1e-06, damping=0.0), curvature='hessian', warm_start=True)
+    """
+
+    linear_solver: LinearSolver = field(default_factory=CG)
+    curvature: str = "hessian"
+    warm_start: bool = True
+
+    def __post_init__(self) -> None:
+        """Check the settings.
+
+        Raises:
+            TypeError: If the linear solver is none.
+            ValueError: If the curvature is unknown.
+        """
+        if not isinstance(self.linear_solver, LinearSolver):
+            raise TypeError(
+                f"Implicit: linear_solver must be a linear solver such as bilevel.CG(), got {self.linear_solver!r}."
+            )
+        if self.curvature not in list(CURVATURES):
+            raise ValueError(f"Implicit: curvature must be 'hessian' or 'gauss_newton', got {self.curvature!r}.")
+        if not isinstance(self.warm_start, bool):
+            raise ValueError(f"Implicit: warm_start must be True or False, got {self.warm_start!r}.")
+
+    def bind(self, problem: Problem) -> ImplicitResponse:
+        """Create the response.
+
+        Args:
+            problem: What it responds to.
+
+        Returns:
+            A response of the problem's weights.
+
+        Raises:
+            ValueError: If a hyperparameter is an integer.
+        """
+        for name, entry in problem.space.hyper.items():
+            if entry.discrete:
+                raise ValueError(_misfit(name, "it is an integer, which has no derivative"))
+        return ImplicitResponse(problem, self)
+
+
+@final
+class ImplicitResponse(BestResponse):
+    """The current weights, and the derivative of their best response."""
+
+    guess: Tensor
+
+    def __init__(self, problem: Problem, settings: Implicit) -> None:
+        """Start at the weights of the problem."""
+        super().__init__(problem)
+        self.settings = settings
+        self.register_buffer("guess", torch.zeros_like(flatten(list(self.inner.params().values()))).detach())
+        self._solution = self.guess
+        self._checked = False
+
+    def inner_loss(self, hyper: Tensor, batch: Any) -> Iterator[Loss]:
+        r"""The inner loss of the weights, :math:`\mathcal{L}_T(\lambda, w)`.
+
+        Args:
+            hyper: The current hyperparameters.
+            batch: For the inner loss.
+
+        Yields:
+            One loss.
+        """
+        if not self._checked:
+            with Stream.current(self.problem.device)():  # leaves the random numbers to the training
+                self._check_fit(self._curvature(hyper, batch))
+        yield self.problem.inner_loss(self.inner.model(self.inner.params(), update_buffers=True), hyper, batch)
+
+    def forward(self, hyper: Tensor, train_batch: Any = None, center: Tensor | None = None) -> Model:
+        """The model at the current weights; differentiating it solves the linear system.
+
+        Args:
+            hyper: Shape ``(h,)``.
+            train_batch: Of the inner loss in the linear system; may differ from that of the inner steps.
+            center: Not used.
+
+        Returns:
+            The model.
+        """
+        weights = [weight.detach() for weight in self.inner.params().values()]
+        values = weights
+        if hyper.requires_grad:
+            values = _Response.apply(self, train_batch, hyper, *weights)  # type: ignore[no-untyped-call]
+        return self.inner.model(dict(zip(self.inner.params(), values, strict=True)))
+
+    def jvp(self, hyper: Tensor, tangent: Tensor, train_batch: Any = None) -> dict[str, Tensor]:
+        r"""The product :math:`-\mathbf{H}^{-1} \frac{\partial^2 \mathcal{L}_T}{\partial w\,\partial \lambda} v`.
+
+        Args:
+            hyper: Shape ``(h,)``.
+            tangent: The direction v, shape ``(h,)``.
+            train_batch: As in :meth:`forward`.
+
+        Returns:
+            One tensor per parameter, of its shape.
+        """
+        curvature = self._curvature(hyper, train_batch)
+        solution = self.settings.linear_solver(curvature.product, -curvature.cross_jvp(tangent))
+        return dict(zip(self.inner.params(), unflatten(solution, curvature.weights), strict=True))
+
+    def commit(self) -> None:
+        """Keep the solution of this outer step as the guess of the next one."""
+        if self.settings.warm_start:
+            self.guess.copy_(self._solution)
+
+    def solve(self, hyper: Tensor, train_batch: Any, cotangent: Tensor) -> Tensor:
+        r"""The transposed action :math:`(\partial r / \partial \lambda)^\top u` by one linear solve.
+
+        Args:
+            hyper: Shape ``(h,)``.
+            train_batch: As in :meth:`forward`.
+            cotangent: The weights u, flat.
+
+        Returns:
+            A tensor of shape ``(h,)``.
+        """
+        curvature = self._curvature(hyper, train_batch)
+        if not self._checked:
+            self._check_fit(curvature)
+        guess = self.guess if bool(self.guess.any()) else None
+        found = self.settings.linear_solver.solve_with_info(curvature.product, cotangent, guess)
+        self._solution = found.solution
+        self.report = {"residual": found.residual, "solver_steps": torch.as_tensor(found.steps)}
+        return -curvature.cross_vjp(found.solution)
+
+    def _curvature(self, hyper: Tensor, batch: Any) -> Curvature:
+        return CURVATURES[self.settings.curvature](self.inner, hyper, batch)
+
+    def _check_fit(self, curvature: Curvature) -> None:
+        """Refuse what has no second derivative, and hyperparameters on which the gradient does not depend.
+
+        Raises:
+            ValueError: If there is one.
+        """
+        ones = torch.ones_like(self.guess)
+        curvature.product(ones)
+        for name, part in curvature.cross_parts(ones).items():
+            if part is None:
+                raise ValueError(
+                    _misfit(name, "the gradient of inner_loss has no derivative in it (as with a random mask)")
+                )
+        self._checked = True
+
+
+class _Response(torch.autograd.Function):
+    """The weights as a function of λ, whose derivative is that of the implicit function theorem."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, response: ImplicitResponse, batch: Any, hyper: Tensor, *weights: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.response, ctx.batch = response, batch
+        ctx.save_for_backward(hyper)
+        return tuple(weight.view_as(weight) for weight in weights)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+        (hyper,) = ctx.saved_tensors
+        gradient = ctx.response.solve(hyper, ctx.batch, flatten(cotangents))
+        return None, None, gradient, *[None] * len(cotangents)
+
+
+def _misfit(name: str, why: str) -> str:
+    return (
+        f"implicit differentiation cannot tune hyper[{name!r}]: {why}. Methods that learn their response from "
+        "perturbed losses can: delta_stn, centered_stn, stn."
+    )
