@@ -5,7 +5,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 .PHONY: demo test docs ridge format clean
 
-demo: .venv/.demo  ## tune an MLP on scikit-learn's digits with every method, against fixed hyperparameters
+demo: .venv/.demo  ## tune an MLP on scikit-learn's digits with three methods, against fixed hyperparameters
 	$(BIN)/python -m applications.digits
 
 test: .venv/.test  ## lint, types, tests, doctests and docs

@@ -58,6 +58,7 @@ def call(solver, matvec, v, x0=None):
 
 @pytest.mark.parametrize("solver", TOLERANT, ids=lambda solver: type(solver).__name__)
 @pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=15)
 @given(seed=SEEDS, size=st.integers(1, 8), dtype=st.sampled_from([torch.float32, torch.float64]))
 def test_meets_its_tolerance_or_says_why_not(solver, kind, seed, size, dtype):
     """On every kind of system, judged by the true residual."""
@@ -73,6 +74,7 @@ def test_meets_its_tolerance_or_says_why_not(solver, kind, seed, size, dtype):
 
 
 @pytest.mark.parametrize("solver", EVERY, ids=repr)
+@settings(max_examples=15)
 @given(seed=SEEDS, size=st.integers(1, 6), where=st.sampled_from(["v", "matrix", "x0"]), value=st.sampled_from("ni"))
 def test_not_finite_is_an_error(solver, seed, size, where, value):
     """NaN and infinity are neither returned nor turned into zeros, and the culprit is named."""
@@ -107,6 +109,7 @@ def test_cg_reports_negative_curvature(rtol, seed, size):
 @pytest.mark.parametrize(
     "solver", [CG(max_steps=50), CG(max_steps=50, rtol=0), MINRES(rtol=0), MINRES(), Exact()], ids=repr
 )
+@settings(max_examples=15)
 @given(seed=SEEDS, size=st.integers(2, 8))
 def test_a_singular_system_without_solution_is_an_error(solver, seed, size):
     """Also with a fixed number of steps, if they are enough to see it; damping is the remedy."""
@@ -139,6 +142,7 @@ def test_neumann_reports_divergence(seed, size):
 
 
 @pytest.mark.parametrize("solver", [CG(max_steps=60), MINRES(max_steps=60), MINRES(max_steps=60, rtol=0)], ids=repr)
+@settings(max_examples=15)
 @given(seed=SEEDS, size=st.integers(3, 8))
 def test_an_asymmetric_matrix_is_named(solver, seed, size):
     """As the reason, unless the solution is right all the same."""
