@@ -1,1 +1,19 @@
 """Applications of bilevel: they use its public names only."""
+
+from types import ModuleType
+
+
+def sklearn_datasets() -> ModuleType:
+    """The data that comes with scikit-learn.
+
+    Returns:
+        The module ``sklearn.datasets``.
+
+    Raises:
+        ImportError: If it is not installed.
+    """
+    try:
+        from sklearn import datasets
+    except ImportError as error:
+        raise ImportError("the built-in data needs scikit-learn: pip install 'bilevel[applications]'.") from error
+    return datasets

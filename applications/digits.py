@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm.auto import tqdm
 
 import bilevel
+from applications import sklearn_datasets
 
 METHODS = ("stn", "centered_stn", "delta_stn")
 BATCH, INNER_STEPS, EVALUATE_EVERY = 100, 5, 10
@@ -94,9 +95,7 @@ def load(device: torch.device, seed: int) -> dict[str, TensorDataset]:
     Returns:
         The three sets, on the device.
     """
-    from sklearn.datasets import load_digits
-
-    images, labels = load_digits(return_X_y=True)
+    images, labels = sklearn_datasets().load_digits(return_X_y=True)
     x = torch.tensor(images / 16, dtype=torch.float32, device=device)
     y = torch.tensor(labels, device=device)
     generator = torch.Generator().manual_seed(seed)

@@ -31,6 +31,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 import bilevel
+from applications import sklearn_datasets
 
 SETS = ("boston", "yacht", "energy", "power", "protein")
 METHODS = {"stn": bilevel.STN, "centered_stn": bilevel.CenteredSTN, "delta_stn": bilevel.DeltaSTN}
@@ -138,9 +139,7 @@ def load(name: str, seed: int, folder: Path | None) -> Split:
         FileNotFoundError: If the folder does not have it.
     """
     if folder is None:
-        from sklearn.datasets import load_diabetes
-
-        inputs, targets = load_diabetes(return_X_y=True)
+        inputs, targets = sklearn_datasets().load_diabetes(return_X_y=True)
     else:
         path = folder / "uci" / f"{name}.npz"
         if not path.exists():

@@ -58,21 +58,50 @@ def linearize(
                         "needs. Use method='centered_stn', or replace the operation (nn.LSTM: use nn.LSTMCell)."
                     )
                 raise
-            return pytree.tree_map(_primal_plus_tangent, output)
+            return map_tensors(_primal_plus_tangent, output, _plain)
 
     return linearized
 
 
-def _primal_plus_tangent(leaf: Any) -> Any:
-    if isinstance(leaf, Tensor):
-        primal, tangent = forward_ad.unpack_dual(leaf)
-        return primal if tangent is None else primal + tangent
-    if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+def map_tensors(
+    function: Callable[[Tensor], Any], output: Any, otherwise: Callable[[Any], Any] = lambda leaf: leaf
+) -> Any:
+    """Apply a function to every tensor of what a network returned.
+
+    Args:
+        function: Of a tensor.
+        output: Nested tuples, lists, dicts and dataclasses.
+        otherwise: Of everything else.
+
+    Returns:
+        The same nesting.
+
+    Example:
+        >>> map_tensors(lambda x: 2 * x, {"y": (torch.tensor(1.0), "text")})
+        {'y': (tensor(2.), 'text')}
+    """
+
+    def visit(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return function(leaf)
+        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
+            return otherwise(leaf)
         result = copy.copy(leaf)
         for field in dataclasses.fields(leaf):
-            value = pytree.tree_map(_primal_plus_tangent, getattr(leaf, field.name))
-            object.__setattr__(result, field.name, value)  # also where the dataclass is frozen
+            # Not by setattr: the dataclass may be frozen.
+            object.__setattr__(result, field.name, map_tensors(function, getattr(leaf, field.name), otherwise))
         return result
+
+    return pytree.tree_map(visit, output)
+
+
+def _primal_plus_tangent(leaf: Tensor) -> Tensor:
+    primal, tangent = forward_ad.unpack_dual(leaf)
+    value: Tensor = primal if tangent is None else primal + tangent
+    return value
+
+
+def _plain(leaf: Any) -> Any:
     if leaf is None or isinstance(leaf, PLAIN):
         return leaf
     # A tangent inside an object that is not unpacked here is lost, and with it the gradient of the response.

@@ -40,7 +40,8 @@ def suggest(name: object, known: Iterable[str]) -> str:
         "did you mean 'decay'? Known: decay, dropout."
     """
     names = sorted(known)
-    close = difflib.get_close_matches(str(name), names, n=1)
+    plain = str(name).lower().replace("-", "_").replace(" ", "_")
+    close = difflib.get_close_matches(plain, names, n=1) or difflib.get_close_matches(str(name), names, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
     return f"{hint}Known: {', '.join(names) or 'none'}."
 

@@ -202,7 +202,7 @@ class Solver:
         batch = self.to_device(batch)
         if not self._check_at_once and self._good is None:
             self._good = self.state_dict()
-        buffers = [(buffer, buffer.clone()) for buffer in self.response.buffers()]
+        buffers = [(buffer, buffer.clone()) for buffer in self.response.inner.buffers()]
         try:
             with self.streams["loss"]():
                 loss, values, gradients = self._inner_gradients(batch)

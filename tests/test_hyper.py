@@ -210,3 +210,9 @@ def test_samples_have_the_scale_as_their_standard_deviation():
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
         assert scale.sample().std().item() == pytest.approx(3.0, rel=0.03)
+
+
+@pytest.mark.parametrize("typed", ["Delta-STN", "delta stn", "DELTA_STN", "deltastn"])
+def test_a_name_is_suggested_whatever_its_case_and_dashes(typed):
+    with pytest.raises(ValueError, match=r"did you mean 'delta_stn'\?"):
+        bilevel.response.get_method(typed)

@@ -523,8 +523,8 @@ def test_an_outer_step_that_overflows_is_undone():
 
 
 def test_gradients_in_half_precision_are_not_called_infinite():
-    """The square of 1000 overflows float16, but 1000 does not."""
-    inner = {"w": torch.zeros(3, dtype=torch.float16)}
+    """Ten thousand entries of 1000 have a norm of 100,000, which overflows float16; no entry does."""
+    inner = {"w": torch.zeros(10_000, dtype=torch.float16)}
     problem = make_problem(inner, inner_loss=lambda model, hyper, batch: 1000 * model.params["w"].sum())
     make_solver(problem, method="stn").inner_step()
 

@@ -1,23 +1,21 @@
 r"""Second derivatives of the inner loss at one point, from one graph.
 
 The graph of :math:`\nabla_w \mathcal{L}_T` is built once and differentiated again for every product (reverse over
-reverse), which costs about one gradient each. Vectors are flat: the weights, or the hyperparameters, in order.
+reverse), at the price of a backward pass through it. Vectors are flat: the weights, or the hyperparameters, in order.
 """
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils import _pytree as pytree
 
+from bilevel.autodiff import map_tensors
 from bilevel.hyper import Named
 from bilevel.problem import Model, Variables
 
@@ -164,7 +162,7 @@ class GaussNewton(Curvature):
         def call(*args: Any, **kwargs: Any) -> Any:
             if predict is None:
                 raise TypeError("the problem has no network.")
-            return _map_tensors(record, predict(dict(zip(names, self.weights, strict=True)), *args, **kwargs))
+            return map_tensors(record, predict(dict(zip(names, self.weights, strict=True)), *args, **kwargs))
 
         return Model(dict(zip(names, self.read, strict=True)), None if predict is None else call)
 
@@ -262,21 +260,6 @@ def _vjp(
                 "Replace it, or use method='centered_stn' or 'stn'."
             )
         raise
-
-
-def _map_tensors(function: Callable[[Tensor], Tensor], output: Any) -> Any:
-    def visit(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return function(leaf)
-        if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
-            return leaf
-        result = copy.copy(leaf)
-        for field in dataclasses.fields(leaf):
-            # Also where the dataclass is frozen.
-            object.__setattr__(result, field.name, _map_tensors(function, getattr(leaf, field.name)))
-        return result
-
-    return pytree.tree_map(visit, output)
 
 
 def _zeros_for_none(parts: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor]:

@@ -34,7 +34,7 @@ class Implicit(Method):
     r"""Implicit differentiation with a linear solver.
 
     The hypergradient is exact where the weights minimise the inner loss and the solver converges. It needs no response
-    to be learned, works for any number of hyperparameters, and costs about one gradient of the inner loss per product.
+    to be learned and works for any number of hyperparameters. A product costs a backward pass through the gradient.
     It cannot tune what the inner loss does not depend on differentiably: dropout rates, integers.
 
     Attributes:
@@ -166,7 +166,7 @@ class ImplicitResponse(BestResponse):
         curvature = self._curvature(hyper, train_batch)
         if not self._checked:
             self._check_fit(curvature)
-        guess = self.guess if bool(self.guess.any()) else None
+        guess = self.guess if self.settings.warm_start and bool(self.guess.any()) else None
         found = self.settings.linear_solver.solve_with_info(curvature.product, cotangent, guess)
         self._solution = found.solution
         self.report = {"residual": found.residual, "solver_steps": torch.as_tensor(found.steps)}
