@@ -18,7 +18,7 @@ from bilevel.linear_solvers import (
 )
 from bilevel.loop import Best, Round, Solution, solve
 from bilevel.problem import Loss, Model, Problem
-from bilevel.response import METHODS, STN, BestResponse, CenteredSTN, DeltaSTN, Implicit, Method
+from bilevel.response import METHODS, STN, BestResponse, CenteredSTN, DeltaSTN, Implicit, Method, Unrolled
 from bilevel.solver import DivergenceError, OuterStep, Solver
 from bilevel.testing import Report, check_method
 
@@ -56,6 +56,7 @@ __all__ = [
     "Round",
     "Solution",
     "Solver",
+    "Unrolled",
     "check_method",
     "diagnose",
     "functional",

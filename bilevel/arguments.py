@@ -28,6 +28,16 @@ def check_integer(name: str, value: object, minimum: int) -> None:
         raise ValueError(f"{name} must be at least {minimum}, got {value}.")
 
 
+def check_flag(name: str, value: object) -> None:
+    """Refuse what is neither True nor False.
+
+    Raises:
+        TypeError: If it is something else.
+    """
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {type(value).__name__}: {value!r}.")
+
+
 def length(loader: object) -> int | None:
     """The number of batches of a loader.
 

@@ -170,11 +170,12 @@ def diagnose(
     r"""Compare a method's hypergradient and Jacobian with a converged linear solve.
 
     Both are taken at the current weights and unperturbed hyperparameters, on the same batches and with the same dropout
-    masks. Nothing is changed: not the solver, its random streams, the user's module or the global random state.
+    masks; for :class:`Unrolled`, at the weights after its steps, all of them on ``train_batch``. Nothing is changed:
+    not the solver, its random streams, the user's module or the global random state.
 
     It costs one solve for the hypergradient, one for the Newton step, one for the Jacobian along the hypergradient and
-    one per column, each of up to 1000 products with the Hessian if there are more than ``max_dense`` weights; and a
-    copy of the response in memory.
+    one per column, each of up to 1000 products with the Hessian if there are more than ``max_dense`` weights; and two
+    copies of the response in memory.
 
     Args:
         solver: At any point of a run.
@@ -367,14 +368,18 @@ class _Point:
 
     def __init__(self, solver: Solver, train_batch: Any, valid_batch: Any, curvature: str) -> None:
         """Take copies, and differentiate both losses."""
-        self.method, self.problem, self.train_batch = solver.method, solver.problem, train_batch
+        self.method, self.problem = solver.method, solver.problem
+        count = solver.response.unrolled_steps
+        self.train_batch = [train_batch] * count if count else train_batch
         self.kind = curvature
         self.stream = solver.streams["loss"]
         self.hyper = solver.vector.detach().clone()
         self.response: BestResponse = self._copy(solver.response)
-        self.inner: Variables = self._copy(solver.response.inner)
+        ahead: BestResponse = self._copy(solver.response)
         with self.replay():
-            params = self.response(self.hyper, train_batch).params
+            params = ahead(self.hyper, self.train_batch).params
+        ahead.commit()
+        self.inner: Variables = ahead.inner
         with torch.no_grad():
             for name, weight in self.inner.params().items():
                 weight.copy_(params[name])

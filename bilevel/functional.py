@@ -21,7 +21,8 @@ def l2(params: Mapping[str, Tensor] | Iterable[Tensor]) -> Tensor:
         >>> l2({"w": torch.tensor([1.0, 2.0]), "b": torch.tensor(3.0)})
         tensor(14.)
     """
-    return torch.stack([weight.square().sum() for weight in _tensors(params)]).sum()
+    # A product rather than square(), whose second derivative takes more than twice the time.
+    return torch.stack([(weight * weight).sum() for weight in _tensors(params)]).sum()
 
 
 def l1(params: Mapping[str, Tensor] | Iterable[Tensor]) -> Tensor:

@@ -280,7 +280,14 @@ class Space:
         Returns:
             For each hyperparameter a tensor of shape ``(*batch, *its own shape)``.
         """
-        parts = self.split(vector)
+        return self.natural(self.split(vector))
+
+    def natural(self, parts: Mapping[str, Tensor]) -> Named:
+        """The natural values of unconstrained ones, by name.
+
+        Returns:
+            For each hyperparameter a tensor of the same shape.
+        """
         return Named("hyperparameter", [(name, self.hyper[name].natural(part)) for name, part in parts.items()])
 
     def vector(self, values: Mapping[str, Tensor]) -> Tensor:

@@ -125,7 +125,8 @@ def solve(
     outer_scheduler: SchedulerFactory | None = None,
     inner_clip: float | None = None,
     outer_clip: float | None = None,
-    inner_steps: int = 5,
+    compile: bool = False,
+    inner_steps: int | None = None,
     outer_steps: int = 1,
     warmup: int = 0,
     steps: int | None = None,
@@ -154,9 +155,12 @@ def solve(
         outer_scheduler: Likewise.
         inner_clip: See there.
         outer_clip: See there.
-        inner_steps: :math:`T_{\text{train}}`.
+        compile: See there.
+        inner_steps: :math:`T_{\text{train}}`. 5 by default; 0 for methods such as :class:`Unrolled`, whose outer steps
+            train the weights themselves.
         outer_steps: :math:`T_{\text{valid}}`.
-        warmup: Rounds in which the hyperparameters do not move; perturbations stay on.
+        warmup: Rounds in which the hyperparameters do not move; perturbations stay on, and as many inner steps are made
+            as in any other round.
         steps: Number of rounds, 1000 unless ``epochs`` is given.
         epochs: Number of passes over ``train``, instead of ``steps``.
         evaluate_every: Rounds between full validation passes; by default one after every pass over ``train``.
@@ -195,7 +199,7 @@ def solve(
         callbacks,
         progress,
         time_budget,
-        counts={"inner_steps": (inner_steps, 1), "outer_steps": (outer_steps, 1), "warmup": (warmup, 0)},
+        counts={"outer_steps": (outer_steps, 1), "warmup": (warmup, 0)},
         optional={"steps": steps, "epochs": epochs, "evaluate_every": evaluate_every, "patience": patience},
     )
     if epochs is not None and train is None:
@@ -210,8 +214,10 @@ def solve(
         outer_scheduler=outer_scheduler,
         inner_clip=inner_clip,
         outer_clip=outer_clip,
+        compile=compile,
         seed=seed,
     )
+    inner_steps = _inner_steps(solver, inner_steps, warmup)
     names = [*LEADING, *(column for name, h in problem.space.hyper.items() for column in Space.columns({name: h.init}))]
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
@@ -229,7 +235,7 @@ def solve(
         schedule_by_epoch=epochs is not None,
     )
     try:
-        with _progress_bar(_expected_rounds(train, inner_steps, limit, epochs), progress) as bar:
+        with _progress_bar(_expected_rounds(train, run.batches_per_round, limit, epochs), progress) as bar:
             while run.stopped is None:
                 event = run.round()
                 bar.update()
@@ -327,6 +333,11 @@ class _Run:
     started: float = field(default_factory=time.perf_counter)
 
     @property
+    def batches_per_round(self) -> int:
+        """Inner steps in a round, those that outer steps make included."""
+        return self.inner_steps + self.outer_steps * self.solver.response.unrolled_steps
+
+    @property
     def seconds(self) -> float:
         """Time since the run started."""
         return time.perf_counter() - self.started
@@ -334,18 +345,20 @@ class _Run:
     def round(self) -> Round:
         """Run one round and record it."""
         index, passes = self.rounds + 1, self.train.passes
-        losses = []
-        for _ in range(self.inner_steps):
+        warm = index <= self.warmup
+        losses, batch, outer = [], None, None
+        for _ in range(self.batches_per_round if warm else self.inner_steps):
             batch = next(self.train)
             losses.append(self.solver.inner_step(batch))
-        inner_loss = torch.stack(losses).mean()
-        outer = None
-        if index <= self.warmup:
+        if warm:
             self.solver.check()
-            self.history.append(self._row(index, inner_loss, None))
-        for _ in range(0 if index <= self.warmup else self.outer_steps):
-            outer = self.solver.outer_step(batch, next(self.valid))
-            self.history.append(self._row(index, inner_loss, outer))
+            self.history.append(self._row(index, losses, None))
+        unrolled = self.solver.response.unrolled_steps
+        for _ in range(0 if warm else self.outer_steps):
+            batches = [next(self.train) for _ in range(unrolled)] if unrolled else batch
+            outer = self.solver.outer_step(batches, next(self.valid))
+            losses += outer.inner_losses
+            self.history.append(self._row(index, losses, outer))
         new_passes = self.train.passes - passes
         for _ in range(new_passes if self.schedule_by_epoch else 1):
             self.solver.schedule()
@@ -397,10 +410,10 @@ class _Run:
                 state_dict=self.solver.problem.state_dict(params, self.solver.response.inner.buffer_values()),
             )
 
-    def _row(self, index: int, inner_loss: Tensor, outer: OuterStep | None) -> dict[str, float]:
+    def _row(self, index: int, losses: list[Tensor], outer: OuterStep | None) -> dict[str, float]:
         """A row of the history, read from the device in one go."""
         space = self.solver.problem.space
-        columns = {"inner_loss": inner_loss}
+        columns = {"inner_loss": torch.stack(losses).mean()}
         if outer is not None:
             columns |= {"outer_loss": outer.loss, "hypergradient_norm": outer.hypergradient.norm()}
             columns |= {f"method.{name}": value for name, value in outer.report.items()}
@@ -441,11 +454,24 @@ def _call(callbacks: Sequence[Callable[[Round], bool | None]], event: Round) -> 
     return True in answers
 
 
-def _expected_rounds(
-    train: Iterable[Any] | None, inner_steps: int, steps: int | None, epochs: int | None
-) -> int | None:
+def _inner_steps(solver: Solver, inner_steps: int | None, warmup: int) -> int:
+    """The number of inner steps, if it goes with the method."""
+    response = solver.response
+    if inner_steps is None:
+        inner_steps = 0 if response.unrolled_steps else 5
+    check_integer("inner_steps", inner_steps, 0 if response.unrolled_steps else 1)
+    for name, value in (("inner_steps", inner_steps), ("warmup", warmup)):
+        if response.restarts and value > 0:
+            raise ValueError(
+                f"{name} must be 0 with {solver.method}, which returns to the start in every round and forgets what "
+                f"was trained before; got {value}."
+            )
+    return inner_steps
+
+
+def _expected_rounds(train: Iterable[Any] | None, per_round: int, steps: int | None, epochs: int | None) -> int | None:
     batches = length(train)
-    return steps if epochs is None or batches is None else math.ceil(epochs * batches / inner_steps)
+    return steps if epochs is None or batches is None else math.ceil(epochs * batches / per_round)
 
 
 def _progress_bar(total: int | None, progress: bool | None) -> tqdm[NoReturn]:

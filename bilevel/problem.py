@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import UninitializedParameter
 from torch.utils import _pytree as pytree
 
-from bilevel.hyper import Hyper, Named, Space
+from bilevel.hyper import Hyper, Named, Space, suggest
 
 
 class Loss(NamedTuple):
@@ -104,6 +104,7 @@ class Problem:
         inner_loss: LossFunction,
         outer_loss: LossFunction,
         hyper: Mapping[str, Hyper],
+        initial: Callable[[Named], Mapping[str, Tensor]] | None = None,
         examples: Callable[[Any], int] | None = None,
         outer_mode: str = "eval",
     ) -> None:
@@ -115,11 +116,13 @@ class Problem:
             inner_loss: What the inner variables minimise.
             outer_loss: What the hyperparameters minimise.
             hyper: Made by :func:`real`, :func:`positive`, :func:`interval` and :func:`integer`.
+            initial: Weights to start from as a function of the hyperparameters, some or all by name; the others start
+                as given in ``inner``. ``Unrolled(restart=True)`` differentiates it, other methods take its value.
             examples: Number of examples in a batch; dimension 0 of its first tensor by default.
             outer_mode: ``"eval"`` or ``"train"``, the mode of the module in the outer loss.
 
         Raises:
-            TypeError: If a loss or ``examples`` cannot be called.
+            TypeError: If a loss, ``initial`` or ``examples`` cannot be called.
             ValueError: If ``outer_mode`` is unknown.
         """
         for name, function in (("inner_loss", inner_loss), ("outer_loss", outer_loss)):
@@ -127,6 +130,8 @@ class Problem:
                 raise TypeError(
                     f"{name} must be a function (model, hyper, batch) -> Tensor, got {type(function).__name__}."
                 )
+        if initial is not None and not callable(initial):
+            raise TypeError(f"initial must be a function hyper -> weights by name, got {type(initial).__name__}.")
         if examples is not None and not callable(examples):
             raise TypeError(f"examples must be a function batch -> int, got {type(examples).__name__}.")
         if outer_mode not in ("eval", "train"):
@@ -140,8 +145,10 @@ class Problem:
         self.examples = examples or _first_dimension
         self.user_losses = {"inner_loss": inner_loss, "outer_loss": outer_loss}
         self._train_mode = {"inner_loss": True, "outer_loss": outer_mode == "train"}
-        _check_kind(self.params)
-        self.initial_hyper()  # raises before any work if a value does not fit the dtype
+        _check_kind("inner", self.params)
+        self._initial = initial
+        with torch.no_grad():
+            _check_kind("initial", self.start(self.initial_hyper()))  # raises before any work if a value does not fit
 
     def __repr__(self) -> str:
         """Summarise the problem in a line.
@@ -174,6 +181,41 @@ class Problem:
             A tensor of shape ``(h,)``.
         """
         return self.space.init(torch.promote_types(self.dtype, torch.float32), self.device)
+
+    def start(self, hyper: Tensor | Named) -> dict[str, Tensor]:
+        """The weights from which training starts.
+
+        Args:
+            hyper: Unconstrained; or natural values, by name.
+
+        Returns:
+            By name, differentiable in ``hyper`` where ``initial`` is.
+
+        Raises:
+            TypeError: If ``initial`` returns no mapping of tensors.
+            ValueError: If a tensor does not fit the weight of that name.
+        """
+        weights = {name: value.detach() for name, value in self.params.items()}
+        if self._initial is None:
+            return weights
+        given = self._initial(hyper if isinstance(hyper, Named) else self.space.values(hyper))
+        if not isinstance(given, Mapping):
+            raise TypeError(f"initial must return a mapping from names to tensors, got {type(given).__name__}.")
+        for name, value in given.items():
+            if name not in weights:
+                raise ValueError(
+                    f"initial returned {name!r}, which is not a trainable weight: {suggest(name, weights)}"
+                )
+            if not isinstance(value, Tensor):
+                raise TypeError(f"initial must return tensors, got {type(value).__name__} for {name!r}.")
+            if value.shape != weights[name].shape:
+                raise ValueError(
+                    f"initial returned {name!r} with shape {tuple(value.shape)}, the weight has "
+                    f"{tuple(weights[name].shape)}."
+                )
+            # The hyperparameters of a network in half precision are in single precision.
+            weights[name] = value.to(weights[name]) if value.is_floating_point() else value
+        return weights
 
     def inner_loss(self, model: Model, hyper: Tensor | Named, batch: Any) -> Loss:
         """Evaluate the user's inner loss in train mode.
@@ -296,7 +338,8 @@ class Problem:
             yield
         finally:
             for module, flag in flags:
-                module.training = flag
+                if module.training != flag:  # setting an attribute of a module takes time
+                    module.training = flag
 
     def _describe(self, batch: Any) -> str:
         tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
@@ -308,10 +351,11 @@ class Variables(nn.Module):
     """The solver's own copy of the inner variables and buffers, so that the user's module keeps its values."""
 
     def __init__(self, problem: Problem) -> None:
-        """Copy the current weights and buffers of the problem."""
+        """Copy the start of the problem."""
         super().__init__()
         self.problem = problem
-        self.weights = nn.ParameterList([nn.Parameter(p.detach().clone()) for p in problem.params.values()])
+        start = problem.start(problem.initial_hyper())
+        self.weights = nn.ParameterList([nn.Parameter(p.detach().clone()) for p in start.values()])
         self.buffer_names = list(problem.buffers)
         for index, buffer in enumerate(problem.buffers.values()):
             self.register_buffer(str(index), buffer.detach().clone())
@@ -332,24 +376,30 @@ class Variables(nn.Module):
         """
         return {name: self.get_buffer(str(index)) for index, name in enumerate(self.buffer_names)}
 
-    def model(self, params: Mapping[str, Tensor], *, update_buffers: bool = False) -> Model:
-        """A model with the given weights and these buffers.
+    def model(
+        self, params: Mapping[str, Tensor], *, buffers: dict[str, Tensor] | None = None, update_buffers: bool = False
+    ) -> Model:
+        """A model with the given weights.
 
         Args:
             params: Weights by name.
-            update_buffers: Keep what the network does to its buffers.
+            buffers: By name; those of this object by default.
+            update_buffers: Keep what the network does to the buffers.
 
         Returns:
             The model that a loss sees.
         """
-        predict = self.predictor(update_buffers=update_buffers)
+        predict = self.predictor(buffers=buffers, update_buffers=update_buffers)
         return Model(params, None if predict is None else partial(predict, params))
 
-    def predictor(self, *, update_buffers: bool = False) -> Callable[..., Any] | None:
+    def predictor(
+        self, *, buffers: dict[str, Tensor] | None = None, update_buffers: bool = False
+    ) -> Callable[..., Any] | None:
         """The network as a function of its weights, ``predict(params, *args, **kwargs)``.
 
         Args:
-            update_buffers: Keep what the network does to its buffers; it always works on copies of them.
+            buffers: By name; those of this object by default.
+            update_buffers: Keep what the network does to the buffers; it always works on copies of them.
 
         Returns:
             The function, or None for a problem without a network.
@@ -358,7 +408,7 @@ class Variables(nn.Module):
             return None
 
         def predict(params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-            live = self.buffer_values()
+            live = self.buffer_values() if buffers is None else buffers
             tensors = {**params, **{name: buffer.clone() for name, buffer in live.items()}}
             output = self.problem.call(tensors, args, kwargs)
             if update_buffers:
@@ -399,24 +449,26 @@ def _trainable(inner: Any) -> dict[str, Tensor]:
     return dict(inner)
 
 
-def _check_kind(params: Mapping[str, Tensor]) -> None:
+def _check_kind(argument: str, params: Mapping[str, Tensor]) -> None:
     """Check that weights are real, finite and of one dtype and device."""
     (first_name, first), *_ = params.items()
     for name, value in params.items():
         if not value.is_floating_point():
-            raise TypeError(f"inner: {name!r} must be a floating-point tensor, got {value.dtype}; use .float().")
+            raise TypeError(f"{argument}: {name!r} must be a floating-point tensor, got {value.dtype}; use .float().")
         if value.numel() == 0:
-            raise ValueError(f"inner: {name!r} is empty, shape {tuple(value.shape)}; leave it out.")
+            raise ValueError(f"{argument}: {name!r} is empty, shape {tuple(value.shape)}; leave it out.")
         for what, here, there in (("device", value.device, first.device), ("dtype", value.dtype, first.dtype)):
             if here != there:
                 raise ValueError(
-                    f"inner: all weights must share one {what}, but {first_name!r} has {there} and {name!r} has "
+                    f"{argument}: all weights must share one {what}, but {first_name!r} has {there} and {name!r} has "
                     f"{here}; use .to({here!r}) on all of them."
                 )
         if value.is_meta:
-            raise ValueError(f"inner: {name!r} is on the meta device, without values; use .to_empty(device=...) first.")
+            raise ValueError(
+                f"{argument}: {name!r} is on the meta device, without values; use .to_empty(device=...) first."
+            )
         if not bool(value.isfinite().all()):
-            raise ValueError(f"inner: {name!r} contains NaN or infinite values before training; initialise it anew.")
+            raise ValueError(f"{argument}: {name!r} has NaN or infinite values before training; initialise it anew.")
 
 
 def _first_dimension(batch: Any) -> int | None:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils import _pytree as pytree
 
-from bilevel.arguments import check_clip, check_integer, check_loader, make_optimizer, make_scheduler
+from bilevel.arguments import check_clip, check_flag, check_integer, check_loader, make_optimizer, make_scheduler
 from bilevel.checkpoint import check_layout
 from bilevel.hyper import Named
 from bilevel.linear_solvers import LinearSolverError
@@ -52,13 +52,15 @@ class OuterStep:
         direct: The part of it that does not pass through the weights.
         report: What the method says about it, such as the residual of its linear system.
         aux: What the outer loss returned beside its value.
+        inner_losses: Those of the inner steps that the method made itself; empty if it made none.
     """
 
     loss: Tensor
     hypergradient: Tensor
     direct: Tensor
     report: dict[str, Tensor]
-    aux: Any = None
+    aux: Any
+    inner_losses: Tensor
 
 
 class Solver:
@@ -102,6 +104,7 @@ class Solver:
         outer_scheduler: SchedulerFactory | None = None,
         inner_clip: float | None = None,
         outer_clip: float | None = None,
+        compile: bool = False,
         seed: int = 0,
     ) -> None:
         """Bind the method to the problem and build the optimizers.
@@ -117,16 +120,21 @@ class Solver:
             outer_scheduler: The same for each outer optimizer.
             inner_clip: Largest gradient norm, for the weights and for the response each.
             outer_clip: Largest gradient norm, for the hyperparameters and for the scale each.
+            compile: Trace and compile the inner loss and its derivatives at the first outer step, for implicit and
+                unrolled methods: some seconds that pay off over many. Whatever ``inner_loss`` reads from Python beside
+                its arguments, tensors excepted, is frozen then. What cannot be compiled runs as it is, with a warning.
             seed: Of the solver's own random streams.
 
         Raises:
             TypeError: If ``problem`` is not a problem, or the method does not make a response.
+            ValueError: If the method cannot be compiled.
         """
         if not isinstance(problem, Problem):
             raise TypeError(f"problem must be a bilevel.Problem, got {type(problem).__name__}.")
         self.problem = problem
         self.method = get_method(method)
         check_integer("seed", seed, 0)
+        check_flag("compile", compile)
         self._clip = {
             "inner": check_clip("inner_clip", inner_clip),
             "outer": check_clip("outer_clip", outer_clip),
@@ -142,6 +150,11 @@ class Solver:
             raise TypeError(
                 f"{type(self.method).__name__}.bind must return a bilevel.BestResponse, "
                 f"got {type(self.response).__name__}."
+            )
+        if compile and not self.response.can_compile:
+            raise ValueError(
+                f"compile=True is for implicit and unrolled methods; {type(self.method).__name__} has nothing that it "
+                "could compile yet: leave it out."
             )
         self.vector = nn.Parameter(problem.initial_hyper())
         for_weights = partial(torch.optim.Adam, lr=1e-3) if inner_optimizer is None else inner_optimizer
@@ -161,6 +174,8 @@ class Solver:
             scheduler = inner_scheduler if level == "inner" else outer_scheduler
             if scheduler is not None:
                 self.schedulers[name] = make_scheduler(f"{level}_scheduler", scheduler, self.optimizers[name])
+        self.response.compiles = compile
+        self.response.connect(self.optimizers["weights"], self._clip["inner"])
         if "response" in self.optimizers and response_optimizer is None:
             for group in self.optimizers["response"].param_groups:
                 group.update({"weight_decay": 0} if "weight_decay" in group else {})
@@ -172,6 +187,8 @@ class Solver:
         self._check_at_once = problem.device.type == "cpu"
         self._bad = self.vector.new_full((4,), math.nan)
         self._good: dict[str, Any] | None = None
+        inner = [name for name in ("weights", "response") if name in self.optimizers]
+        self._fresh = {name: copy.deepcopy(self.optimizers[name].state_dict()["state"]) for name in inner}
         self._users = [param for param in problem.params.values() if param.requires_grad]
 
     @property
@@ -202,16 +219,14 @@ class Solver:
         batch = self.to_device(batch)
         if not self._check_at_once and self._good is None:
             self._good = self.state_dict()
-        buffers = [(buffer, buffer.clone()) for buffer in self.response.inner.buffers()]
+        buffers = self._copy_buffers()
         try:
             with self.streams["loss"]():
                 loss, values, gradients = self._inner_gradients(batch)
                 norms = self._set_gradients(gradients, "inner")
                 self._check_inner(values, norms)
         except BaseException:
-            with torch.no_grad():
-                for buffer, before in buffers:
-                    buffer.copy_(before)
+            self._restore_buffers(buffers)
             raise
         self._apply(gradients)
         self.inner_steps += 1
@@ -222,13 +237,14 @@ class Solver:
         r"""Move the hyperparameters, and the scale if it is learned, along the hypergradient.
 
         Args:
-            train_batch: For methods whose response needs the inner loss.
+            train_batch: For methods whose response needs the inner loss. For :class:`Unrolled`, a list of batches, one
+                for each inner step that it makes.
             valid_batch: For the outer loss.
 
         Returns:
             The loss and hypergradient at which the step was made.
         """
-        train_batch, valid_batch = self.to_device(train_batch), self.to_device(valid_batch)
+        train_batch, valid_batch = self.to_device(self._train_batches(train_batch)), self.to_device(valid_batch)
         with self.streams["loss"]():
             loss, direct, through_weights, scale_gradient = self._hypergradient(train_batch, valid_batch)
             hypergradient = direct + through_weights
@@ -245,7 +261,37 @@ class Solver:
             self._raise_if_bad(torch.stack([self._inner_record(), record]), before)
         self.outer_steps += 1
         self.response.commit()
-        return OuterStep(loss.value.detach(), hypergradient, direct, dict(self.response.report), _detached(loss.aux))
+        made = self.response.steps
+        if made is not None:
+            self.inner_steps += len(made.losses)
+            self.inner_aux = made.aux
+        return OuterStep(
+            loss.value.detach(),
+            hypergradient,
+            direct,
+            dict(self.response.report),
+            _detached(loss.aux),
+            loss.value.new_zeros(0) if made is None else made.losses,
+        )
+
+    def restart(self) -> None:
+        """Forget all that was trained at the inner level.
+
+        Weights and buffers return to the start of the problem at the current hyperparameters, the response to where it
+        began, and their optimizers to a state without memory; learning rates, the hyperparameters, their perturbation
+        scale and the random streams stay.
+        """
+        with self.streams["loss"]():
+            fresh = self.method.bind(self.problem).state_dict()
+        kept = {name: value for name, value in self.response.state_dict().items() if name.startswith("scale.")}
+        self.response.load_state_dict(fresh | kept)
+        start = self.problem.start(self.vector.detach())
+        with torch.no_grad():
+            for weight, value in zip(self.response.inner.weights, start.values(), strict=True):
+                weight.copy_(value)
+        for name, state in copy.deepcopy(self._fresh).items():
+            groups = self.optimizers[name].state_dict()["param_groups"]
+            self.optimizers[name].load_state_dict({"state": state, "param_groups": groups})
 
     def evaluate(self, loader: Iterable[Any] | None = None) -> float:
         """The outer loss over a whole set, at the current weights and unperturbed hyperparameters.
@@ -395,6 +441,38 @@ class Solver:
 
         return pytree.tree_map(move, batch)
 
+    def _train_batches(self, train_batch: Any) -> Any:
+        """What the response takes: the batch, or a list of as many as it makes steps."""
+        count = self.response.unrolled_steps
+        if count == 0:
+            return train_batch
+        if train_batch is None:
+            return [None] * count
+        if not isinstance(train_batch, list) or len(train_batch) != count:
+            got = f"{len(train_batch)}" if isinstance(train_batch, list) else f"a {type(train_batch).__name__}"
+            raise ValueError(
+                f"train_batch must be a list of {count} batches, one for each step of {self.method}, got {got}; to use "
+                f"one batch for all of them, write [batch] * {count}."
+            )
+        return train_batch
+
+    def _copy_buffers(self) -> list[tuple[Tensor, Tensor]]:
+        return [(buffer, buffer.clone()) for buffer in self.response.inner.buffers()]
+
+    @torch.no_grad()
+    def _restore_buffers(self, buffers: list[tuple[Tensor, Tensor]]) -> None:
+        for buffer, before in buffers:
+            buffer.copy_(before)
+
+    def _rehearse(self, batch: Any) -> None:
+        """Run all checks of an inner step before the first one, for a response that makes its steps itself."""
+        buffers = self._copy_buffers()
+        try:
+            with Stream.current(self.problem.device)():
+                self._inner_gradients(batch)
+        finally:
+            self._restore_buffers(buffers)
+
     def _inner_gradients(self, batch: Any) -> tuple[Loss, list[Tensor], dict[str, list[Tensor | None]]]:
         names = [name for name in ("weights", "response") if name in self._params]
         params = [param for name in names for param in self._params[name]]
@@ -421,6 +499,8 @@ class Solver:
 
     def _hypergradient(self, train_batch: Any, valid_batch: Any) -> tuple[Loss, Tensor, Tensor, Tensor | None]:
         """The outer loss and its gradient in λ, directly and through the weights, and in the raw scale."""
+        if self.response.unrolled_steps and self.inner_steps == 0:
+            self._rehearse(train_batch[0])
         # Two copies of λ keep the parts apart, so that one backward pass gives both.
         direct, through_weights = (self.vector.detach().clone().requires_grad_() for _ in range(2))
         scale = self.response.scale
@@ -430,6 +510,7 @@ class Solver:
             raise TypeError(
                 f"{type(self.response).__name__}.forward must return a bilevel.Model, got {type(model).__name__}."
             )
+        self._check_made()
         loss = self.problem.outer_loss(model, direct + noise, valid_batch)
         objective = loss.value
         inputs = [direct, through_weights]
@@ -485,6 +566,13 @@ class Solver:
             for name in names
         }
 
+    def _undo(self, before: dict[str, Any] | None) -> None:
+        for name, (values, state) in (before or {}).items():
+            with torch.no_grad():
+                for param, value in zip(self._params[name], values, strict=True):
+                    param.copy_(value)
+            self.optimizers[name].load_state_dict(state)
+
     def _set_gradients(self, gradients: dict[str, list[Tensor | None]], level: str) -> Tensor:
         """Hand gradients to the parameters, clipped.
 
@@ -527,7 +615,18 @@ class Solver:
 
     def _check_inner(self, values: list[Tensor], norms: Tensor) -> None:
         terms = torch.stack([value.to(norms) for value in values])
-        record = torch.stack([terms.new_full((), self.inner_steps), norms.sum(), terms[0], terms[1:].sum()])
+        self._note(torch.stack([terms.new_full((), self.inner_steps), norms.sum(), terms[0], terms[1:].sum()]))
+
+    def _check_made(self) -> None:
+        """The same for the inner steps that the response made."""
+        made = self.response.steps
+        if made is not None:
+            norms, losses = made.norms.to(self.vector), made.losses.to(self.vector)
+            first = (~(norms + losses).isfinite()).to(torch.int).argmax()  # the first, if there is one
+            self._note(torch.stack([first + self.inner_steps, norms[first], losses[first], norms.new_zeros(())]))
+
+    def _note(self, record: Tensor) -> None:
+        """Raise at once or later if an inner step is not finite."""
         if self._check_at_once:
             self._raise_if_bad(torch.stack([record, torch.zeros_like(record)]))
         else:
@@ -551,7 +650,9 @@ class Solver:
         (inner_step, inner_norm, inner_loss, others), (outer_step, outer_norm, outer_loss, moved) = records.tolist()
         if not math.isfinite(inner_norm + inner_loss + others):
             self._drop_gradients()
+            self._bad = torch.full_like(self._bad, math.nan)
             undone = "That step has been undone."
+            self._undo(before)
             if self._good is not None:
                 self._load(self._good)
                 undone = "It and all later steps have been undone."
@@ -564,11 +665,7 @@ class Solver:
         self._good = None
         if math.isfinite(outer_norm + outer_loss + moved):
             return
-        for name, (values, state) in (before or {}).items():
-            with torch.no_grad():
-                for param, value in zip(self._params[name], values, strict=True):
-                    param.copy_(value)
-            self.optimizers[name].load_state_dict(state)
+        self._undo(before)
         where = f"at outer step {int(outer_step)}, counted from 0. That step has been undone."
         if math.isfinite(outer_norm + outer_loss):
             raise DivergenceError(

@@ -231,6 +231,24 @@ def _codirections(solver: Solver) -> tuple[dict[str, Tensor], dict[str, Tensor]]
     return u, {name: value.sin() for name, value in u.items()}
 
 
+def _train(solver: Solver, batch: Any = None) -> Any:
+    """What an outer step takes to train on: a batch, or one for each step that the method makes."""
+    count = solver.response.unrolled_steps
+    return [batch] * count if count else batch
+
+
+def _jvp(solver: Solver, tangent: Tensor) -> dict[str, Tensor]:
+    return solver.response.jvp(solver.vector, tangent, _train(solver))
+
+
+def _vjp(solver: Solver, cotangent: Mapping[str, Tensor]) -> Tensor:
+    return solver.response.vjp(solver.vector, cotangent, _train(solver))
+
+
+def _jacobian(solver: Solver) -> Tensor:
+    return solver.response.jacobian(solver.vector, _train(solver))
+
+
 def _outer_noise(solver: Solver) -> Tensor:
     """The perturbation that the next outer step will draw; the solver is left as it was."""
     scale = solver.response.scale
@@ -248,7 +266,7 @@ def _run(solver: Solver, batch: Any, rounds: int = 3) -> list[OuterStep]:
     for _ in range(rounds):
         for _ in range(2):
             solver.inner_step(batch)
-        steps.append(solver.outer_step(batch, batch))
+        steps.append(solver.outer_step(_train(solver, batch), batch))
     return steps
 
 
@@ -333,7 +351,7 @@ def _model_predicts_with_its_params(case: Case) -> None:
     net = Network()
     solver = case.trained_network(net=net)
     net.eval()
-    model = solver.response(solver.vector.detach(), case.batch())
+    model = solver.response(solver.vector.detach())
     net.load_state_dict(solver.module_state_dict)
     _close(model(case.batch()[0]).detach(), net(case.batch()[0]).detach(), 1e-12)
 
@@ -341,7 +359,7 @@ def _model_predicts_with_its_params(case: Case) -> None:
 @_check
 def _jvp_has_the_names_and_shapes_of_the_weights(case: Case) -> None:
     solver = case.trained_network()
-    tangent = solver.response.jvp(solver.vector, _directions(solver)[0], case.batch())
+    tangent = solver.response.jvp(solver.vector, _directions(solver)[0], _train(solver, case.batch()))
     _expect({n: t.shape for n, t in tangent.items()} == {n: w.shape for n, w in solver.params.items()}, "shapes differ")
 
 
@@ -353,7 +371,7 @@ SOLVED = 1e-5
 def _jvp_is_linear(case: Case) -> None:
     solver = case.trained()
     u, v = _directions(solver)
-    parts = [_flat(solver.response.jvp(solver.vector, direction)) for direction in (u, v, 2 * u - 3 * v)]
+    parts = [_flat(_jvp(solver, direction)) for direction in (u, v, 2 * u - 3 * v)]
     _close(parts[2], 2 * parts[0] - 3 * parts[1], SOLVED)
 
 
@@ -362,7 +380,7 @@ def _vjp_is_linear(case: Case) -> None:
     solver = case.trained()
     u, v = _codirections(solver)
     mixed = {name: 2 * u[name] - 3 * v[name] for name in u}
-    parts = [solver.response.vjp(solver.vector, direction) for direction in (u, v, mixed)]
+    parts = [_vjp(solver, direction) for direction in (u, v, mixed)]
     _close(parts[2], 2 * parts[0] - 3 * parts[1], SOLVED)
 
 
@@ -370,7 +388,8 @@ def _vjp_is_linear(case: Case) -> None:
 def _vjp_has_the_shape_of_the_hyperparameters(case: Case) -> None:
     solver = case.trained_network()
     _expect(
-        solver.response.vjp(solver.vector, solver.params, case.batch()).shape == solver.vector.shape, "shape differs"
+        solver.response.vjp(solver.vector, solver.params, _train(solver, case.batch())).shape == solver.vector.shape,
+        "shape differs",
     )
 
 
@@ -378,33 +397,45 @@ def _vjp_has_the_shape_of_the_hyperparameters(case: Case) -> None:
 def _jvp_and_vjp_are_adjoint(case: Case) -> None:
     solver = case.trained()
     v, u = _directions(solver)[0], _codirections(solver)[0]
-    forward = _flat(solver.response.jvp(solver.vector, v)) @ _flat(u)
-    _close(forward, solver.response.vjp(solver.vector, u) @ v, SOLVED)
+    forward = _flat(_jvp(solver, v)) @ _flat(u)
+    _close(forward, _vjp(solver, u) @ v, SOLVED)
 
 
 @_check
 def _jacobian_columns_are_jvps(case: Case) -> None:
     solver = case.trained()
     v = _directions(solver)[0]
-    _close(solver.response.jacobian(solver.vector) @ v, _flat(solver.response.jvp(solver.vector, v)), SOLVED)
+    _close(
+        _jacobian(solver) @ v,
+        _flat(_jvp(solver, v)),
+        SOLVED,
+    )
 
 
 @_check
 def _jacobian_rows_are_vjps(case: Case) -> None:
     solver = case.trained()
     u = _codirections(solver)[0]
-    _close(solver.response.jacobian(solver.vector).T @ _flat(u), solver.response.vjp(solver.vector, u), SOLVED)
+    _close(
+        _jacobian(solver).T @ _flat(u),
+        _vjp(solver, u),
+        SOLVED,
+    )
 
 
 @_check
 def _jacobian_has_a_row_per_weight(case: Case) -> None:
     solver = case.trained()
-    _expect(solver.response.jacobian(solver.vector).shape == (3, 2), "the shape must be (weights, hyperparameters)")
+    _expect(
+        _jacobian(solver).shape == (3, 2),
+        "the shape must be (weights, hyperparameters)",
+    )
 
 
 @_check
 def _jacobian_is_finite_and_not_zero(case: Case) -> None:
-    jacobian = case.trained().response.jacobian(case.quadratic().initial_hyper())
+    solver = case.trained()
+    jacobian = _jacobian(solver)
     _expect(bool(jacobian.isfinite().all()) and bool(jacobian.any()), "the response has no derivative")
 
 
@@ -412,7 +443,7 @@ def _jacobian_is_finite_and_not_zero(case: Case) -> None:
 def _jacobian_points_the_right_way(case: Case) -> None:
     a, b, _ = (part.to(case.device) for part in quadratic_parts())
     solver = case.trained(1000)
-    exact, ours = -torch.linalg.solve(a, b).flatten(), solver.response.jacobian(solver.vector).flatten()
+    exact, ours = -torch.linalg.solve(a, b).flatten(), _jacobian(solver).flatten()
     cosine = F.cosine_similarity(exact, ours, dim=0)
     _expect(float(cosine) > 0.5, f"cosine {float(cosine):.2f} with the implicit function theorem on a quadratic")
 
@@ -421,8 +452,8 @@ def _jacobian_points_the_right_way(case: Case) -> None:
 def _derivatives_leave_the_state_alone(case: Case) -> None:
     solver = case.trained()
     before = solver.state_dict()
-    solver.response.jacobian(solver.vector)
-    solver.response.vjp(solver.vector, solver.params)
+    _jacobian(solver)
+    _vjp(solver, solver.params)
     _expect(_same(before, solver.state_dict()), "jvp or vjp changed the solver")
 
 
@@ -431,8 +462,8 @@ def _autograd_through_forward_is_the_vjp(case: Case) -> None:
     solver = case.trained()
     leaf = solver.vector.detach().clone().requires_grad_()
     u = _codirections(solver)[0]
-    (gradient,) = torch.autograd.grad(_flat(solver.response(leaf).params) @ _flat(u), leaf)
-    _close(gradient, solver.response.vjp(solver.vector, u))
+    (gradient,) = torch.autograd.grad(_flat(solver.response(leaf, _train(solver)).params) @ _flat(u), leaf)
+    _close(gradient, _vjp(solver, u))
 
 
 @_check
@@ -441,8 +472,8 @@ def _hypergradient_is_direct_plus_response(case: Case) -> None:
     c = quadratic_parts()[2].to(case.device)
     noise, center = _outer_noise(solver), solver.vector.detach().clone()
     with torch.no_grad():
-        w = solver.response(center + noise, None, center).params["w"]
-    response = solver.response.vjp(center, {"w": w - c})
+        w = solver.response(center + noise, _train(solver), center).params["w"]
+    response = solver.response.vjp(center, {"w": w - c}, _train(solver))
     step = solver.outer_step()
     _close(step.hypergradient, step.direct + response)
 
@@ -458,7 +489,8 @@ def _direct_gradient_has_its_closed_form(case: Case) -> None:
 def _direct_gradient_is_zero_without_dependence(case: Case) -> None:
     solver = case.trained_network()
     _expect(
-        not solver.outer_step(case.batch(), case.batch()).direct.any(), "the outer loss does not depend on λ directly"
+        not solver.outer_step(_train(solver, case.batch()), case.batch()).direct.any(),
+        "the outer loss does not depend on λ directly",
     )
 
 
@@ -493,7 +525,9 @@ def _outer_step_clips_to_its_limit(case: Case) -> None:
 def _outer_step_counts(case: Case) -> None:
     solver = case.trained(2)
     solver.outer_step()
-    _expect((solver.inner_steps, solver.outer_steps) == (2, 1), "steps are not counted")
+    _expect(
+        (solver.inner_steps, solver.outer_steps) == (2 + solver.response.unrolled_steps, 1), "steps are not counted"
+    )
 
 
 @_check
@@ -770,12 +804,12 @@ def _expect_divergence(case: Case, broken: str, words: list[str]) -> None:
     bad = {name: good * float("nan") if name == broken else good for name in ("inner_loss", "outer_loss")}
     for _ in range(2):
         solver.inner_step(good)
-        solver.outer_step(good, good)
+        solver.outer_step(_train(solver, good), good)
     before = solver.state_dict()
     try:
         if broken == "inner_loss":
             solver.inner_step(bad["inner_loss"])
-        solver.outer_step(good, bad["outer_loss"])
+        solver.outer_step(_train(solver, good), bad["outer_loss"])
     except DivergenceError as error:
         _expect(all(word in str(error) for word in words), f"the message lacks one of {words}: {error}")
     else:

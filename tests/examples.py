@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -62,13 +63,25 @@ def solve(
     return bilevel.solve(make_problem() if problem is None else problem, train, valid, **{**settings, **changes})
 
 
+def for_outer_step(solver: bilevel.Solver, batch: Any) -> Any:
+    """What an outer step trains on: the batch, or a list with one for each step that the method makes itself."""
+    return [batch] * solver.response.unrolled_steps or batch
+
+
+def shortened(method: bilevel.Method) -> bilevel.Method:
+    """A method that takes less time, for tests of which the number of unrolled steps is not the subject."""
+    if isinstance(method, bilevel.Unrolled):
+        return replace(method, steps=3, truncate=None if method.truncate is None else 2)
+    return method
+
+
 def drive(solver: bilevel.Solver, rounds: int, *, start: int = 0) -> bilevel.Solver:
     """Two inner steps and one outer step per round, on batches that depend on the number of the round only."""
     train, valid = batches(seed=0), batches(seed=1)
     for index in range(start, start + rounds):
         for step in range(2):
             solver.inner_step(train[(2 * index + step) % 4])
-        solver.outer_step(train[index % 4], valid[index % 4])
+        solver.outer_step(for_outer_step(solver, train[index % 4]), valid[index % 4])
         solver.schedule()
     return solver
 

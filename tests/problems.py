@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 
 import torch
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor, nn, optim
 from torch.nn import functional as F
 
 import bilevel
@@ -16,6 +17,23 @@ from bilevel.response.hypernetwork import HypernetworkResponse
 
 SEEDS = st.integers(0, 2**32 - 1)
 SCALES = st.floats(0.05, 3.0)
+OPTIMIZERS = {
+    "SGD": partial(optim.SGD, lr=0.1),
+    "SGD, momentum": partial(optim.SGD, lr=0.1, momentum=0.9),
+    "SGD, dampening": partial(optim.SGD, lr=0.1, momentum=0.9, dampening=0.3),
+    "SGD, nesterov": partial(optim.SGD, lr=0.05, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "SGD, maximize": partial(optim.SGD, lr=0.02, momentum=0.5, maximize=True),
+    "Adam": partial(optim.Adam, lr=0.05),
+    "Adam, amsgrad": partial(optim.Adam, lr=0.05, betas=(0.8, 0.9), amsgrad=True, weight_decay=0.1),
+    "AdamW": partial(optim.AdamW, lr=0.05, weight_decay=0.1),
+    "RMSprop": partial(optim.RMSprop, lr=0.02, alpha=0.9, weight_decay=0.1),
+    "RMSprop, centered": partial(optim.RMSprop, lr=0.01, alpha=0.9, centered=True, momentum=0.9),
+    "Adagrad": partial(optim.Adagrad, lr=0.1, lr_decay=0.1, weight_decay=0.1),
+    "Adadelta": partial(optim.Adadelta, lr=1.0, eps=1e-2),
+    "Adamax": partial(optim.Adamax, lr=0.05),
+    "NAdam": partial(optim.NAdam, lr=0.05, weight_decay=0.1),
+    "RAdam": partial(optim.RAdam, lr=0.05, betas=(0.9, 0.9)),  # rectified from the sixth step on
+}
 HYPERNETWORKS = ["centered_stn", "delta_stn", "stn"]
 
 

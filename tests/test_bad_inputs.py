@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import bilevel
-from bilevel import STN, CenteredSTN, DeltaSTN, History, Solver, integer, interval, positive, real
+from bilevel import STN, CenteredSTN, DeltaSTN, History, Solver, Unrolled, integer, interval, positive, real
 
 X, Y = batches()[0]
 W = {"w": torch.zeros(3)}
@@ -35,6 +35,10 @@ W = {"w": torch.zeros(3)}
 
 def bad(name, trigger, error, message):
     return pytest.param(trigger, error, message, id=name)
+
+
+def starting(weights):
+    return make_problem(W, initial=lambda hyper: weights)
 
 
 def other_optimizer(params):
@@ -172,7 +176,7 @@ PROBLEM = [
         "nan weights",
         lambda: make_problem({"w": torch.tensor(math.nan)}),
         ValueError,
-        r"inner: 'w' contains NaN .*anew",
+        r"inner: 'w' has NaN or infinite values .*anew",
     ),
     bad("meta weights", lambda: make_problem(nn.Linear(3, 1, device="meta")), ValueError, r"'weight' .*meta.*to_empty"),
     bad("same tensor twice", lambda: make_problem({**W, "v": W["w"]}), ValueError, r"inner: 'w' and 'v' .*one name"),
@@ -195,6 +199,19 @@ PROBLEM = [
     bad(
         "outer_loss", lambda: make_problem(outer_loss=None), TypeError, r"outer_loss must be a function.* got NoneType"
     ),
+    bad("initial", lambda: make_problem(initial=W), TypeError, r"initial must be a function .*weights.*, got dict"),
+    bad("initial None", lambda: starting(None), TypeError, r"initial must return a mapping .*tensors, got NoneType"),
+    bad("initial tensor", lambda: starting(W["w"]), TypeError, r"initial must return a mapping .*tensors, got Tensor"),
+    bad("initial float", lambda: starting({"w": 0.0}), TypeError, r"initial must return tensors, got float for 'w'"),
+    bad("initial name", lambda: starting({"ww": W["w"]}), ValueError, r"initial returned 'ww', .* did you mean 'w'\?"),
+    bad(
+        "initial shape",
+        lambda: starting({"w": torch.zeros(3, 1)}),
+        ValueError,
+        r"initial returned 'w' with shape \(3, 1\), the weight has \(3,\)",
+    ),
+    bad("initial nan", lambda: starting({"w": W["w"] / 0}), ValueError, r"initial: 'w' has NaN or infinite values"),
+    bad("initial integers", lambda: starting({"w": W["w"].int()}), TypeError, r"initial: 'w' .*floating.*int32"),
     bad("examples", lambda: make_problem(examples=5), TypeError, r"examples must be a function batch -> int, got int"),
     bad(
         "outer_mode", lambda: make_problem(outer_mode="test"), ValueError, r"outer_mode .*'eval' or 'train', got 'test'"
@@ -244,6 +261,51 @@ METHOD = [
         r"perturb_outer=False .*use entropy=None",
     ),
     bad("max_gigabytes", lambda: STN(max_gigabytes=0), ValueError, r"STN: max_gigabytes must be positive, got 0"),
+    bad("unrolled steps", lambda: Unrolled(steps=0), ValueError, r"Unrolled: steps must be .*at least 1, got 0"),
+    bad("unrolled steps float", lambda: Unrolled(steps=2.0), ValueError, r"Unrolled: steps must be .*1, got 2\.0"),
+    bad("unrolled steps bool", lambda: Unrolled(steps=True), ValueError, r"Unrolled: steps must be .*1, got True"),
+    bad("unrolled steps None", lambda: Unrolled(steps=None), ValueError, r"Unrolled: steps must be .*1, got None"),
+    bad(
+        "truncate zero", lambda: Unrolled(truncate=0), ValueError, r"Unrolled: truncate .*1 to steps=20, or None, got 0"
+    ),
+    bad("truncate too long", lambda: Unrolled(steps=4, truncate=5), ValueError, r"truncate .*1 to steps=4, .* got 5"),
+    bad("truncate bool", lambda: Unrolled(truncate=True), ValueError, r"Unrolled: truncate must be .* got True"),
+    bad("mode", lambda: Unrolled(mode="backward"), ValueError, r"mode must be 'reverse' or 'forward', got 'backward'"),
+    bad("mode list", lambda: Unrolled(mode=[]), ValueError, r"mode must be 'reverse' or 'forward', got \[\]"),
+    bad("checkpoint", lambda: Unrolled(checkpoint=5), ValueError, r"checkpoint must be True or False, got 5"),
+    bad("restart", lambda: Unrolled(restart="yes"), ValueError, r"restart must be True or False, got 'yes'"),
+    bad(
+        "checkpoint forward",
+        lambda: Unrolled(checkpoint=True, mode="forward"),
+        ValueError,
+        r"checkpoint=True is for mode='reverse'; .*one step",
+    ),
+    bad(
+        "forward mode too large",
+        lambda: solve(
+            make_problem({"w": torch.zeros(10**6)}, hyper={"decay": real(torch.zeros(2000))}), method="unrolled_forward"
+        ),
+        MemoryError,
+        r"1,000,000 weights to 2,000 hyperparameters takes 8\.0 GB.*mode='reverse'",
+    ),
+    bad(
+        "no derivative of the optimizer",
+        lambda: solve(method="unrolled", inner_optimizer=torch.optim.Rprop),
+        TypeError,
+        r"inner_optimizer made a Rprop, .*it can: SGD, Adam, AdamW, RMSprop, Adagrad",
+    ),
+    bad(
+        "one batch for many steps",
+        lambda: make_solver(method="unrolled").outer_step((X, Y), (X, Y)),
+        ValueError,
+        r"train_batch must be a list of 20 batches.*got a tuple; .*\[batch\] \* 20",
+    ),
+    bad(
+        "too few batches",
+        lambda: make_solver(method="unrolled").outer_step([(X, Y)] * 19, (X, Y)),
+        ValueError,
+        r"train_batch must be a list of 20 batches.*got 19; .*\[batch\] \* 20",
+    ),
     bad("objective", lambda: CenteredSTN(objective="x"), ValueError, r"objective must be 'centered' or 'stn', got 'x'"),
     bad(
         "dense response too large",
@@ -335,6 +397,25 @@ RUN = [
         "epochs without train", lambda: solve(train=None, epochs=2), ValueError, r"epochs .*train, which is None.*steps"
     ),
     bad("inner_steps", lambda: solve(inner_steps=0), ValueError, r"inner_steps must be at least 1, got 0"),
+    bad(
+        "inner_steps unrolled",
+        lambda: solve(inner_steps=-1, method="unrolled"),
+        ValueError,
+        r"inner_steps must be at least 0, got -1",
+    ),
+    bad("inner_steps float", lambda: solve(inner_steps=2.0), TypeError, r"inner_steps must be an integer, got float"),
+    bad(
+        "inner_steps forgotten",
+        lambda: solve(inner_steps=1, method=Unrolled(restart=True)),
+        ValueError,
+        r"inner_steps must be 0 with Unrolled\(.*restart=True\), .*; got 1",
+    ),
+    bad(
+        "warmup forgotten",
+        lambda: solve(inner_steps=None, warmup=2, method=Unrolled(restart=True)),
+        ValueError,
+        r"warmup must be 0 with Unrolled\(.*restart=True\), .*; got 2",
+    ),
     bad("outer_steps", lambda: solve(outer_steps=0), ValueError, r"outer_steps must be at least 1, got 0"),
     bad(
         "outer_steps None", lambda: solve(outer_steps=None), TypeError, r"outer_steps must be an integer, got NoneType"

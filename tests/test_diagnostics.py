@@ -19,7 +19,7 @@ from bilevel.diagnostics import Comparison, Diagnose, Diagnosis, diagnose
 
 BATCH, OTHER, *_ = batches()
 LEARNED = ["stn", "centered_stn", "delta_stn"]
-EVERY_METHOD = sorted(name for name in bilevel.METHODS if not name.startswith("unrolled"))
+EVERY_METHOD = sorted(bilevel.METHODS)
 
 
 def at_solution(case, method="delta_stn", factor=1.0):
@@ -56,6 +56,19 @@ def rows(found):
         found.jacobian,
         *found.columns.values(),
     ]
+
+
+@pytest.mark.parametrize("mode", ["reverse", "forward"])
+def test_unrolled_steps_are_as_far_from_the_limit_as_they_must_be(mode):
+    """K steps of learning rate r on a Hessian a give the share 1 - (1 - ra)^K of the derivative."""
+    solver = toy([[2.0]], weights=[0.0], method=bilevel.Unrolled(steps=3, mode=mode))
+    solver = bilevel.Solver(
+        solver.problem, method=solver.method, inner_optimizer=lambda params: torch.optim.SGD(params, lr=0.1)
+    )
+    found = diagnose(solver)
+    assert found.norm_ratio == pytest.approx(1 - 0.8**3, abs=1e-12)
+    assert found.jacobian.norm_ratio == pytest.approx(1 - 0.8**3, abs=1e-12)
+    assert found.cosine == pytest.approx(1.0, abs=1e-12)
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -380,7 +393,7 @@ def everything(solver):
 )
 def test_nothing_is_changed_and_the_answer_repeats(method, curvature):
     settings = bilevel.DeltaSTN(entropy=1e-2) if method == "learned scale" else method
-    problem = rich_problem(smooth if method.startswith("implicit") else decayed, {**RATE, **DECAY})
+    problem = rich_problem(smooth if method.startswith(("implicit", "unrolled")) else decayed, {**RATE, **DECAY})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", bilevel.ConvergenceWarning)
         solver, twin = (drive(make_solver(problem, method=settings), 2) for _ in range(2))

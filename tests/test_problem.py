@@ -53,6 +53,29 @@ def train(solver: Solver, steps: int = 1) -> None:
         solver.evaluate([BATCH])
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_training_starts_at_the_initial_weights_in_their_precision(dtype):
+    """Some are given, the others are the user's; the user's module keeps its own."""
+    module = mlp().to(dtype)
+    own = copy.deepcopy(module.state_dict())
+    problem = Problem(
+        module,
+        inner_loss=lambda model, hyper, batch: bilevel.l2(model.params),
+        outer_loss=lambda model, hyper, batch: bilevel.l2(model.params),
+        hyper={"bias": bilevel.real([1.0, 2.0])},
+        initial=lambda hyper: {"2.bias": 2 * hyper["bias"]},
+    )
+    for method in METHODS.values():
+        params = Solver(problem, method=method).params
+        expected = {**own, "2.bias": torch.tensor([2.0, 4.0], dtype=dtype)}
+        torch.testing.assert_close(params, expected, rtol=1e-3, atol=0)
+    torch.testing.assert_close(dict(module.state_dict()), dict(own), rtol=0, atol=0)
+    (slope,) = torch.autograd.grad(
+        problem.start(vector := problem.initial_hyper().requires_grad_())["2.bias"].sum(), vector
+    )
+    assert slope.tolist() == [2.0, 2.0]
+
+
 def mlp(*extra: nn.Module) -> nn.Sequential:
     """A small network in float64, with something in its middle."""
     with torch.random.fork_rng([]):

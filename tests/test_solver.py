@@ -14,11 +14,13 @@ from examples import (
     batches,
     differs,
     drive,
+    for_outer_step,
     inner_loss,
     make_problem,
     make_solver,
     network,
     outer_loss,
+    shortened,
 )
 from torch import nn
 from torch.optim import lr_scheduler
@@ -31,11 +33,11 @@ from bilevel import DeltaSTN, DivergenceError
 
 BATCH, *_ = BATCHES = batches()
 METHODS = [
-    *[pytest.param(method, id=name) for name, method in bilevel.METHODS.items()],
+    *[pytest.param(shortened(method), id=name) for name, method in bilevel.METHODS.items()],
     pytest.param(DeltaSTN(entropy=1e-2), id="learned scale"),
     pytest.param(bilevel.CenteredSTN(objective="stn", perturb_outer=True), id="perturbed outer loss"),
 ]
-HYPERNETWORKS = [entry for entry in METHODS if not isinstance(entry.values[0], bilevel.Implicit)]
+HYPERNETWORKS = [entry for entry in METHODS if not isinstance(entry.values[0], bilevel.Implicit | bilevel.Unrolled)]
 OPTIMIZERS = {
     "SGD": partial(torch.optim.SGD, lr=0.05, momentum=0.9, nesterov=True),
     "Adam": partial(torch.optim.Adam, lr=1e-2, amsgrad=True),
@@ -325,7 +327,7 @@ class TestSteps:
         before, aux = solver.state_dict(), solver.inner_aux
         broken = True
         with pytest.raises(type(error)) as caught:
-            solver.inner_step(BATCH) if level == "inner" else solver.outer_step(BATCH, BATCH)
+            solver.inner_step(BATCH) if level == "inner" else solver.outer_step(for_outer_step(solver, BATCH), BATCH)
         assert caught.value is error
         assert_same(solver.state_dict(), before)
         assert solver.inner_aux is aux

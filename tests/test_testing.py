@@ -16,6 +16,9 @@ VARIANTS = {
     "centered_stn, learned scale": bilevel.CenteredSTN(entropy=1e-2),
     "centered_stn, stn objective": bilevel.CenteredSTN(objective="stn"),
     "delta_stn, learned scale": bilevel.DeltaSTN(entropy=1e-2),
+    "unrolled, one step": bilevel.Unrolled(steps=1),
+    "unrolled, checkpoint": bilevel.Unrolled(steps=3, checkpoint=True),
+    "unrolled, truncated forward": bilevel.Unrolled(steps=3, truncate=2, mode="forward"),
     "delta_stn, perturbed outer loss": bilevel.DeltaSTN(perturb_outer=True),
 }
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])

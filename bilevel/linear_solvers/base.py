@@ -121,7 +121,7 @@ class Operator:
                 f"matvec must return a vector like its argument ({_describe(given)}), got one of {_describe(product)}."
             )
         result = product.detach().to(p.dtype)
-        return result if self.damping == 0 else result + self.damping * p
+        return result if self.damping == 0 else torch.add(result, p, alpha=self.damping)
 
 
 def norm(v: Tensor) -> Tensor:
@@ -134,7 +134,8 @@ def norm(v: Tensor) -> Tensor:
         >>> norm(torch.tensor([3e-30, 4e-30])) / 1e-30
         tensor(5.)
     """
-    largest = v.abs().amax()
+    low, high = torch.aminmax(v)
+    largest = torch.maximum(-low, high)
     safe = torch.where(largest > 0, largest, 1.0)
     length: Tensor = safe * torch.linalg.vector_norm(v / safe)
     return length

@@ -45,32 +45,38 @@ class CG(Iterative):
     advice: ClassVar[str] = "raise max_steps, add damping, or set rtol=0 to ask for a truncated solution."
 
     def _run(self, operator: Operator, b: Tensor, target: Tensor, max_steps: int) -> Run:
-        x, r, p = torch.zeros_like(b), b, b
-        rr = r @ r
-        steps = failed = largest = value = torch.zeros_like(rr)
-        for _ in range(max_steps):
-            active = (rr.sqrt() > operator.eps) & (failed == 0)
+        x, r, p = torch.zeros_like(b), b, b.clone()
+        rr = pp = r @ r
+        steps = largest = value = torch.zeros_like(rr)
+        active, broken = rr > 0, rr < 0
+        for step in range(max_steps):
+            active = active & (rr > operator.eps**2)
             if self.rtol > 0 and bool(~active | (rr.sqrt() <= target)):
                 break
             product = operator(p)
-            curvature = (p @ product) / (p @ p)
-            # A Rayleigh quotient too, along the root of the matrix times p: closer to the largest eigenvalue.
-            length = norm(product)
-            largest = torch.maximum(largest, length / (p @ product).abs() * length)
+            bend = p @ product
+            if step == 0:
+                # A Rayleigh quotient too, along the root of the matrix times p: closer to the largest eigenvalue.
+                length = norm(product)
+                largest = (length / bend.abs() * length).nan_to_num()
             # What rounding puts into a residual without curvature gives it some: the square of its share.
             rounding = torch.clamp((3 * operator.eps) ** 2 / rr, min=10 * operator.eps)
-            flat = active & ((curvature <= 0) | (curvature <= rounding * largest))
-            # A residual at rounding level is a solution, whatever the curvature of what is left.
-            failed = torch.where(flat, 1.0 + (rr <= operator.eps), failed)
-            value = torch.where(flat, curvature, value)
-            active = active & ~flat
-            alpha = torch.where(active, rr / (p @ product), 0.0)
-            x = x + alpha * p
-            r = r - alpha * product
+            flat = active & (bend <= rounding * largest * pp)
+            value = torch.where(flat, bend / pp, value)
+            active, broken = active & ~flat, broken | flat
+            alpha = torch.where(active, rr / bend, 0.0)
+            r.addcmul_(product, alpha, value=-1)
+            x.addcmul_(p, alpha)
             before, rr = rr, r @ r
-            p = r + torch.where(active, rr / before, 0.0) * p
+            beta = torch.where(active, rr / before, 0.0)
+            p = torch.addcmul(r, p, beta)
+            # A residual is orthogonal to the one before and to the last direction, so that p·p and the quotient above
+            # follow without a pass over the vectors. Both are used only while active, when alpha is not zero.
+            pp = torch.addcmul(rr, beta.square(), pp)
+            largest = torch.maximum(largest, (1 + beta) / alpha)
             steps = steps + active
-        return Run(x, rr.sqrt(), steps, (failed == 1).to(x.dtype), value)
+        # A residual at rounding level is a solution, whatever the curvature of what is left.
+        return Run(x, rr.sqrt(), steps, (broken & (rr > operator.eps)).to(x.dtype), value)
 
     def _failure(self, step: int, value: float) -> str:
         cause = "nearly singular in this precision" if value > 0 else "singular or indefinite"

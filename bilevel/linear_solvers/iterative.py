@@ -80,7 +80,7 @@ class Iterative(LinearSolver):
         operator = Operator(matvec, v.dtype, self.damping)
         v = v.to(torch.promote_types(v.dtype, torch.float32))
         size = norm(v)
-        x = torch.zeros_like(v) if x0 is None else torch.where(size == 0, torch.zeros_like(v), x0)
+        x = torch.zeros_like(size) if x0 is None else torch.where(size == 0, torch.zeros_like(v), x0)
         r = v if x0 is None else v - operator(x)
         residual, reached, steps = torch.full_like(size, math.inf), math.inf, 0
         while True:
@@ -88,7 +88,7 @@ class Iterative(LinearSolver):
             # A little more than asked, so that rounding alone does not cause a restart.
             target = 0.9 * self.rtol * size / scale
             run = self._run(operator, r / torch.where(scale == 0, 1.0, scale), target, self.max_steps - steps)
-            new_x = x + scale * run.x
+            new_x = torch.addcmul(x, run.x, scale)
             new_r = v - operator(new_x)
             new_residual = ratio(norm(new_r), size)
             # The only place where the host waits for the device when rtol is zero.
@@ -116,7 +116,7 @@ class Iterative(LinearSolver):
 
     @abstractmethod
     def _run(self, operator: Operator, b: Tensor, target: Tensor, max_steps: int) -> Run:
-        """Solve for ``b``, of norm one or zero, from zero.
+        """Solve for ``b``, of norm one or zero, from zero; may overwrite ``b``.
 
         With ``rtol=0`` it must not read a tensor: it masks what a finished or broken iteration would still change.
         """

@@ -55,24 +55,28 @@ class Neumann(Iterative):
     def _run(self, operator: Operator, b: Tensor, target: Tensor, max_steps: int) -> Run:
         scale = _estimate(operator, b) if self.scale is None else torch.full_like(target, self.scale)
         x, r, size = torch.zeros_like(b), b, norm(b)
-        # An infinite scale is that of a zero matrix.
-        failed = ((size > 0) & scale.isinf()).to(b.dtype)
         steps = value = torch.zeros_like(size)
+        # An infinite scale is that of a zero matrix.
+        zero = (size > 0) & scale.isinf()
+        active = ~zero
+        rounding = torch.full_like(size, 100 * operator.eps)
         for step in range(max_steps):
             if step > 0:
                 r = b - operator(x)
-                before, size = size, norm(r)
+                # The sum of the residuals so far bounds |x| / scale, and what x loses by rounding.
+                rounding = torch.add(rounding, size, alpha=100 * operator.eps)
+                # Residuals are at most of length one until the series diverges: no need of the safe norm.
+                before, size = size, torch.linalg.vector_norm(r)
                 # For symmetric matrices these quotients never fall: one above 1 is proof of divergence.
-                rounding = 100 * operator.eps * (1 + norm(x) / scale)
-                grows = (failed == 0) & (size > before * (1 + operator.eps**0.5)) & (size > rounding)
+                grows = active & (size > torch.maximum(before * (1 + operator.eps**0.5), rounding))
                 value = torch.where(grows, size / before, value)
-                failed = torch.where(grows, 1.0, failed)
-            active = (failed == 0) & ~(size == 0)
+                active = active & ~grows
+            active = active & (size != 0)
             if self.rtol > 0 and bool(~active | (size <= target)):
                 break
-            x = x + torch.where(active, scale, 0.0) * r
+            x = torch.addcmul(x, r, torch.where(active, scale, 0.0))
             steps = steps + active
-        return Run(x, size, steps, failed, value)
+        return Run(x, size, steps, (zero | (value > 0)).to(b.dtype), value)
 
     def _failure(self, step: int, value: float) -> str:
         if value == 0:

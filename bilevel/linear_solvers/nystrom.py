@@ -78,7 +78,7 @@ class Nystrom(LinearSolver):
         rank = min(self.rank, v.numel())
         generator = torch.Generator().manual_seed(self.seed)
         chosen = torch.randperm(v.numel(), generator=generator)[:rank].to(v.device)
-        columns = v.new_empty(v.numel(), rank)
+        columns = v.new_empty(rank, v.numel()).T  # each of them contiguous
         for index in range(rank):
             columns[:, index] = plain(torch.zeros_like(v).index_fill(0, chosen[index], 1.0))
         if not bool(columns.isfinite().all() & v.isfinite().all()):
@@ -101,7 +101,9 @@ class Nystrom(LinearSolver):
 
 def _eigen(columns: Tensor, block: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Eigenvalues and eigenvectors of ``columns @ pinv(block) @ columns.T``."""
-    largest = torch.where(columns.abs().amax() > 0, columns.abs().amax(), 1.0)
+    low, high = torch.aminmax(columns)
+    largest = torch.maximum(-low, high)
+    largest = torch.where(largest > 0, largest, 1.0)
     if float((block - block.T).abs().amax() / largest) > eps**0.5:
         raise LinearSolverError(
             "Nystrom: the matrix is not symmetric, or matvec is not deterministic (dropout?). Use Exact."

@@ -10,6 +10,7 @@ from bilevel.response.centered_stn import CenteredSTN
 from bilevel.response.delta_stn import DeltaSTN
 from bilevel.response.implicit import Implicit
 from bilevel.response.stn import STN
+from bilevel.response.unrolled import Unrolled
 
 METHODS: Mapping[str, Method] = MappingProxyType({
     "stn": STN(),
@@ -20,6 +21,9 @@ METHODS: Mapping[str, Method] = MappingProxyType({
     "implicit_neumann": Implicit(Neumann(), curvature="gauss_newton"),
     "implicit_nystrom": Implicit(Nystrom(), curvature="gauss_newton"),
     "implicit_identity": Implicit(Identity()),
+    "unrolled": Unrolled(steps=20),
+    "unrolled_truncated": Unrolled(steps=20, truncate=5),
+    "unrolled_forward": Unrolled(steps=20, mode="forward"),
 })
 """Every method by name, with its default settings."""
 
@@ -49,4 +53,14 @@ def get_method(method: str | Method) -> Method:
     return METHODS[method]
 
 
-__all__ = ["METHODS", "STN", "BestResponse", "CenteredSTN", "DeltaSTN", "Implicit", "Method", "get_method"]
+__all__ = [
+    "METHODS",
+    "STN",
+    "BestResponse",
+    "CenteredSTN",
+    "DeltaSTN",
+    "Implicit",
+    "Method",
+    "Unrolled",
+    "get_method",
+]

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.optim import Optimizer
 
 from bilevel.hyper import Scale
 from bilevel.problem import Loss, Model, Problem, Variables
@@ -35,6 +36,20 @@ class Method(ABC):
         """
 
 
+class Steps(NamedTuple):
+    """Inner steps that a response made itself.
+
+    Attributes:
+        losses: The inner loss before each.
+        norms: The norm of its gradient.
+        aux: What the inner loss returned beside its value at the last one.
+    """
+
+    losses: Tensor
+    norms: Tensor
+    aux: Any
+
+
 class BestResponse(nn.Module, ABC):
     r"""A differentiable best response, :math:`\lambda \mapsto r(\lambda)`.
 
@@ -46,9 +61,20 @@ class BestResponse(nn.Module, ABC):
         inner: Weights and buffers, started at those of the problem.
         scale: The perturbation scale, or None for a method that does not perturb.
         report: What the method says about its last hypergradient, as scalars by name.
+        unrolled_steps: How many inner steps :meth:`forward` makes, each on a batch of its own: ``train_batch`` is then
+            a list of as many. Zero for methods that leave the training to inner steps.
+        restarts: Whether these steps forget what was trained before.
+        steps: The steps that :meth:`forward` made last.
+        can_compile: Whether the method knows how to compile what it does often.
+        compiles: Whether it should; set by the solver before :meth:`connect`.
     """
 
     report: dict[str, Tensor]
+    unrolled_steps: int = 0
+    restarts: bool = False
+    steps: Steps | None = None
+    can_compile: bool = False
+    compiles: bool = False
 
     def __init__(self, problem: Problem) -> None:
         """Copy the weights and buffers of the problem."""
@@ -79,11 +105,20 @@ class BestResponse(nn.Module, ABC):
 
         Args:
             hyper: Shape ``(h,)``.
-            train_batch: For methods whose derivative needs the inner loss.
+            train_batch: For methods whose derivative needs the inner loss; a list of ``unrolled_steps`` batches if
+                that is not zero.
             center: The point :math:`\lambda_0` that the current weights belong to; ``hyper`` itself by default.
 
         Returns:
             A model whose ``params`` are :math:`r(\lambda)`.
+        """
+
+    def connect(self, optimizer: Optimizer, clip: float | None) -> None:
+        """Called once by the solver, for methods that make steps of the optimizer themselves.
+
+        Args:
+            optimizer: Of the weights.
+            clip: Largest norm of the inner gradient, or None.
         """
 
     def commit(self) -> None:

@@ -30,8 +30,8 @@ class Curvature(ABC):
         gradient: Of the inner loss in the weights, with its graph; None where there is no dependence.
     """
 
-    def __init__(self, inner: Variables, hyper: Tensor, batch: Any) -> None:
-        """Build the graph of the gradient on a batch."""
+    def __init__(self, inner: Variables, hyper: Tensor, batch: Any, *, check: bool = True) -> None:
+        """Build the graph of the gradient on a batch; ``check`` whether this kind of curvature fits the loss."""
         space = inner.problem.space
         # The fused attention kernels have no second derivative; the plain one has.
         with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
@@ -124,7 +124,7 @@ class GaussNewton(Curvature):
     Jacobians, plus the Hessian of the penalties. It is positive semi-definite where :math:`\ell` is convex.
     """
 
-    def __init__(self, inner: Variables, hyper: Tensor, batch: Any) -> None:
+    def __init__(self, inner: Variables, hyper: Tensor, batch: Any, *, check: bool = True) -> None:
         """Build the graphs of the network and of the loss on a batch.
 
         Raises:
@@ -134,11 +134,11 @@ class GaussNewton(Curvature):
         self.outputs: list[Tensor] = []  # as the network returned them
         self.seen: list[Tensor] = []  # as the loss sees them, behind the gate
         self.read: list[Tensor] = []
-        super().__init__(inner, hyper, batch)
+        super().__init__(inner, hyper, batch, check=check)
         with self.gate.closed():
             self.slopes = _gradient(self.loss, [*self.seen, *self.read])
             bypass = _vjp([self.loss], self.weights, [torch.ones_like(self.loss)])
-        if any(part is not None and bool(part.any()) for part in bypass):
+        if check and any(part is not None and bool(part.any()) for part in bypass):
             raise ValueError(
                 "curvature='gauss_newton' cannot see how inner_loss depends on the weights: it must do so through what "
                 "model(...) returns (tensors, in tuples, lists, dicts or dataclasses) and through model.params, not "
@@ -180,8 +180,8 @@ class GaussNewton(Curvature):
         arguments = [*self.seen, *self.read]
         with self.gate.closed():
             bent = _zeros_for_none(_vjp(self.slopes, arguments, [*along, *change]), arguments)
-        outputs, read = bent[: len(self.seen)], bent[len(self.seen) :]
-        return flatten(_zeros_for_none(_vjp(self.outputs, self.weights, outputs), self.weights)) + flatten(read)
+        parts = _vjp([*self.outputs, *self.read], self.weights, bent)
+        return flatten(_zeros_for_none(parts, self.weights))
 
 
 class _Gate:

@@ -18,14 +18,16 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from bilevel.linear_solvers import CG, LinearSolver
 from bilevel.problem import Loss, Model, Problem
 from bilevel.response.base import BestResponse, Method
+from bilevel.response.compiled_curvature import CompiledCurvature, Products
 from bilevel.response.curvature import Curvature, GaussNewton, Hessian, flatten, unflatten
 from bilevel.rng import Stream
 
-CURVATURES = {"hessian": Hessian, "gauss_newton": GaussNewton}
+CURVATURES: dict[str, type[Curvature]] = {"hessian": Hessian, "gauss_newton": GaussNewton}
 
 
 @final
@@ -91,6 +93,7 @@ class ImplicitResponse(BestResponse):
     """The current weights, and the derivative of their best response."""
 
     guess: Tensor
+    can_compile = True
 
     def __init__(self, problem: Problem, settings: Implicit) -> None:
         """Start at the weights of the problem."""
@@ -99,6 +102,17 @@ class ImplicitResponse(BestResponse):
         self.register_buffer("guess", torch.zeros_like(flatten(list(self.inner.params().values()))).detach())
         self._solution = self.guess
         self._checked = False
+        self._compiled: CompiledCurvature | None = None
+
+    def connect(self, optimizer: Optimizer, clip: float | None) -> None:
+        """Compile the products if asked to.
+
+        Args:
+            optimizer: Not used.
+            clip: Not used.
+        """
+        if self.compiles:
+            self._compiled = CompiledCurvature(CURVATURES[self.settings.curvature], self.inner)
 
     def inner_loss(self, hyper: Tensor, batch: Any) -> Iterator[Loss]:
         r"""The inner loss of the weights, :math:`\mathcal{L}_T(\lambda, w)`.
@@ -163,14 +177,24 @@ class ImplicitResponse(BestResponse):
         Returns:
             A tensor of shape ``(h,)``.
         """
-        curvature = self._curvature(hyper, train_batch)
-        if not self._checked:
-            self._check_fit(curvature)
+        curvature = self._products(hyper, train_batch)
         guess = self.guess if self.settings.warm_start and bool(self.guess.any()) else None
         found = self.settings.linear_solver.solve_with_info(curvature.product, cotangent, guess)
         self._solution = found.solution
         self.report = {"residual": found.residual, "solver_steps": torch.as_tensor(found.steps)}
         return -curvature.cross_vjp(found.solution)
+
+    def _products(self, hyper: Tensor, batch: Any) -> Curvature | Products:
+        """The curvature that a solve uses, checked at the first call."""
+        if self._compiled is None:
+            curvature = self._curvature(hyper, batch)
+            if not self._checked:
+                self._check_fit(curvature)
+            return curvature
+        if not self._checked:
+            with Stream.current(self.problem.device)():  # leaves the random numbers to the compiled one
+                self._check_fit(self._curvature(hyper, batch))
+        return self._compiled(hyper, batch)
 
     def _curvature(self, hyper: Tensor, batch: Any) -> Curvature:
         return CURVATURES[self.settings.curvature](self.inner, hyper, batch)

@@ -45,7 +45,10 @@ class Dense(nn.Module):
         }
 
 
-def check_memory(params: Mapping[str, Tensor], size: int, max_gigabytes: float) -> None:
+REMEDY = "raise max_gigabytes of the method"
+
+
+def check_memory(params: Mapping[str, Tensor], size: int, max_gigabytes: float, *, remedy: str = REMEDY) -> None:
     """Refuse a dense response that would not fit, before it is allocated.
 
     Raises:
@@ -57,5 +60,5 @@ def check_memory(params: Mapping[str, Tensor], size: int, max_gigabytes: float) 
         raise MemoryError(
             f"a dense response of {weights:,} weights to {size:,} hyperparameters takes {gigabytes:.1f} GB, and its "
             f"gradient and optimizer as much again; the limit is {max_gigabytes:g} GB. Tune fewer hyperparameters, "
-            "freeze weights that need not respond (requires_grad_(False)), or raise max_gigabytes of the method."
+            f"freeze weights that need not respond (requires_grad_(False)), or {remedy}."
         )

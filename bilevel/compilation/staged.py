@@ -1,0 +1,156 @@
+"""A stage that compiles itself when it is first called."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from bilevel.compilation.graph import Backend, Compiled, Later, Stage, kind, trace
+from bilevel.rng import Stream
+
+MAX_KINDS = 8
+"""How many kinds of inputs are compiled; further ones run as they are."""
+
+
+def inductor(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    """Compile with TorchInductor; the random numbers stay those of the graph.
+
+    Returns:
+        A function of the same inputs.
+    """
+    import torch._inductor.config  # takes seconds
+
+    with torch._inductor.config.patch(fallback_random=True):
+        compiled: Callable[..., Any] = torch._inductor.compile(graph, [*inputs])
+    return compiled
+
+
+@final
+class Staged:
+    """A stage that is traced and compiled at its first call, and again for every other kind of inputs.
+
+    Called like the stage itself. Inputs are of the same kind if they agree in nesting, shapes, strides, dtypes and
+    devices, and in everything that is not a tensor. Whatever else the stage reads is treated as in ``torch.jit.trace``:
+    tensors are read at every call, Python values are frozen at the first.
+
+    The first results of every kind are compared with those of the stage itself. If they differ, or if the stage cannot
+    be traced or compiled, a warning says so, and the stage runs as it is from then on.
+
+    Attributes:
+        working: Whether nothing has failed so far.
+
+    Example:
+        >>> def line(slope):
+        ...     return slope.exp(), [Later(lambda x: [slope.exp() * x[0]], [slope])]
+        >>> staged = Staged(line, "a line", backend=lambda graph, inputs: graph)
+        >>> value, (rest,) = staged(torch.zeros(()))
+        >>> value, rest([torch.tensor(2.0)])
+        (tensor(1.), [tensor(2.)])
+    """
+
+    def __init__(self, stage: Stage, name: str, *, backend: Backend | None = None) -> None:
+        """Compile a stage, which warnings call ``name``; with ``inductor`` by default."""
+        self.stage = stage
+        self.name = name
+        self.backend = backend
+        self.compiled: dict[Any, Compiled] = {}
+        self.working = True
+        self._full = False
+
+    def __call__(self, *inputs: Any) -> tuple[Any, list[Later]]:
+        """Run the stage.
+
+        Args:
+            inputs: Nested tensors and plain values.
+
+        Returns:
+            What the stage returns.
+        """
+        if not self.working:
+            return self.stage(*inputs)
+        leaves, nesting = pytree.tree_flatten(inputs)
+        tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
+        try:
+            which = (nesting, *map(kind, leaves), _autocast(tensors))
+            compiled = self.compiled.get(which)
+            if compiled is None and len(self.compiled) < MAX_KINDS:
+                compiled = self.compiled[which] = self._compile(inputs, tensors)
+        except Exception as error:
+            result = self.stage(*inputs)  # whose own message is the better one if it fails as well
+            self.working = False
+            self.compiled.clear()
+            reason = next(iter(str(error).strip().splitlines()), "")
+            _warn(
+                f"could not compile {self.name}, which run uncompiled from here on ({type(error).__name__}: {reason}). "
+                "Needed are a C++ compiler, batches of tensors and plain values, and an inner_loss without .item() and "
+                "without decisions on the values of tensors. Change that, or leave out compile=True."
+            )
+            return result
+        if compiled is not None:
+            return compiled(tensors)
+        if not self._full:
+            self._full = True
+            _warn(
+                f"compiled {self.name} for {MAX_KINDS} kinds of inputs; further ones run uncompiled. Give batches of "
+                "one shape (drop_last=True), and numbers that change as tensors."
+            )
+        return self.stage(*inputs)
+
+    def _compile(self, inputs: tuple[Any, ...], tensors: list[Tensor]) -> Compiled:
+        device = tensors[0].device if tensors else torch.device("cpu")
+
+        def again() -> Any:  # the same random numbers every time, which the caller has still to draw
+            return Stream.current(device)()
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with again():
+                outputs, rest = self.stage(*inputs)
+                vectors = [[_probe(tensor) for tensor in later.like] for later in rest]
+                expected = (outputs, [later(vector) for later, vector in zip(rest, vectors, strict=True)])
+            with again():
+                traced = trace(self.stage, inputs, tensors, vectors)
+            with again():
+                compiled = Compiled(traced, tensors, vectors, self.backend or inductor)
+            with again():
+                outputs, rest = compiled(tensors)
+                found = (outputs, [later(vector) for later, vector in zip(rest, vectors, strict=True)])
+        if not _close(found, expected):
+            raise ValueError(
+                "its results differ from the uncompiled ones, as they do if they depend on Python values that change, "
+                "or on random numbers of another library"
+            )
+        return compiled
+
+
+def _autocast(tensors: list[Tensor]) -> Any:
+    where = {tensor.device.type for tensor in tensors}
+    return frozenset(
+        (device, torch.get_autocast_dtype(device)) for device in where if torch.is_autocast_enabled(device)
+    )
+
+
+def _probe(like: Tensor) -> Tensor:
+    """Something to try a later part on."""
+    return torch.arange(like.numel(), dtype=like.dtype, device=like.device).cos().view(like.shape)
+
+
+def _close(found: Any, expected: Any) -> bool:
+    pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True)
+    compared = [
+        (float((a - b).nan_to_num().norm()), float(b.nan_to_num().norm()), torch.finfo(b.dtype).eps)
+        for a, b in pairs
+        if isinstance(b, Tensor) and b.is_floating_point()
+    ]
+    total = sum(size for _, size, _ in compared)
+    # What is zero but for rounding is not compared with itself.
+    return all(error <= eps**0.5 * max(size, 1e-3 * total) for error, size, eps in compared)
+
+
+def _warn(message: str) -> None:
+    warnings.warn(f"compile=True: {message}", UserWarning, stacklevel=3)

@@ -1,0 +1,220 @@
+"""The steps of ``torch.optim`` as differentiable functions of weights, gradients and state."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+DIFFERENTIABLE = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.RMSprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+)
+"""The optimizers whose steps can be differentiated; the tests compare each with finite differences."""
+
+HOW = ("capturable", "differentiable", "foreach", "fused")
+"""Settings that say how to compute a step, not what."""
+
+
+COUNTERS = ("step", "mu_product")
+"""Entries of a state that depend on the number of steps only."""
+
+
+@final
+class DifferentiableOptimizer:
+    """An optimizer without weights of its own: :meth:`step` maps old weights and state to new ones.
+
+    It makes the same steps as the optimizer it was made from, with that one's current settings.
+
+    Example:
+        >>> w = torch.tensor([1.0], requires_grad=True)
+        >>> steps = DifferentiableOptimizer(torch.optim.SGD([w], lr=0.1), [w])
+        >>> (new,), _ = steps.step([w], [w**2], steps.state())
+        >>> torch.autograd.grad(new, w)  # of w - 0.1 w²
+        (tensor([0.8000]),)
+    """
+
+    def __init__(self, optimizer: Optimizer, weights: Sequence[Tensor]) -> None:
+        """Wrap the optimizer of these weights.
+
+        Raises:
+            TypeError: If its steps cannot be differentiated.
+        """
+        if type(optimizer) not in DIFFERENTIABLE:
+            names = ", ".join(kind.__name__ for kind in DIFFERENTIABLE)
+            raise TypeError(
+                f"inner_optimizer made a {type(optimizer).__name__}, through whose steps unrolling cannot "
+                f"differentiate. Those of torch.optim that it can: {names}."
+            )
+        self.optimizer = optimizer
+        self.weights = list(weights)
+        place = {id(weight): index for index, weight in enumerate(self.weights)}
+        self._places = [[place[id(param)] for param in group["params"]] for group in optimizer.param_groups]
+        groups = [{"params": group["params"], **self._settings(group)} for group in optimizer.param_groups]
+        self._twin = type(optimizer)(groups, differentiable=True, foreach=False)  # type: ignore[call-arg]
+        # Without the hooks of the profiler around it, which take as long as a small step.
+        self._step: Callable[[Optimizer], Any] = getattr(type(self._twin).step, "__wrapped__", type(self._twin).step)
+        self.fresh = [_copy(entry) for entry in self.state()]  # plain steps write into the live one
+
+    def state(self) -> list[dict[str, Any]]:
+        """What the optimizer remembers now, one dict per weight.
+
+        Returns:
+            The live tensors; :meth:`step` does not change them.
+        """
+        return [dict(self.optimizer.state.get(weight, {})) for weight in self.weights]
+
+    def load(self, state: list[dict[str, Any]]) -> None:
+        """Hand a state back to the optimizer."""
+        for weight, entry in zip(self.weights, state, strict=True):
+            self.optimizer.state.pop(weight, None)
+            if entry:
+                # A compiler may return one tensor for several that are equal, and plain steps write into them.
+                self.optimizer.state[weight] = _copy(entry)
+        # What a learning-rate scheduler asks for before it warns that no step was made.
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def settings(self) -> list[dict[str, Any]]:
+        """The current settings as :meth:`step` takes them, one dict per group, with learning rates as tensors.
+
+        Returns:
+            New dicts.
+        """
+        device = self.weights[0].device
+        groups = [self._settings(group) for group in self.optimizer.param_groups]
+        return [group | {"lr": torch.as_tensor(group["lr"], dtype=torch.float64, device=device)} for group in groups]
+
+    def step(
+        self,
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        state: list[dict[str, Any]],
+        settings: list[dict[str, Any]] | None = None,
+    ) -> tuple[list[Tensor], list[dict[str, Any]]]:
+        """Make one step, differentiably in everything that it is given.
+
+        Args:
+            weights: Any tensors, in the order given at the start; they are not changed.
+            gradients: One per weight; a weight without one stays as it is.
+            state: As returned here or by :meth:`state`; it is not changed.
+            settings: Those of :meth:`settings` make a step without Python numbers that change from step to step; None
+                takes the current ones as they are.
+
+        Returns:
+            The new weights and the new state.
+        """
+        new = [weight.clone() for weight in weights]
+        for weight, gradient in zip(new, gradients, strict=True):
+            weight.grad = gradient
+        sources = [self._settings(group) for group in self.optimizer.param_groups] if settings is None else settings
+        for places, group, source in zip(self._places, self._twin.param_groups, sources, strict=True):
+            present = [new[place] for place in places if gradients[place] is not None]
+            group.update(source, params=present)
+        # Copies, because optimizers write into their state, and what a step has read must stay for its derivative.
+        self._twin.state = defaultdict(dict, {weight: _copy(entry) for weight, entry in zip(new, state, strict=True)})
+        with nullcontext() if settings is None else _Symbolic(), _Smooth():
+            self._step(self._twin)
+        after = [dict(self._twin.state[weight]) for weight in new]
+        # Whatever stayed here would keep its graph alive.
+        self._twin.state = defaultdict(dict)
+        for group in self._twin.param_groups:
+            group["params"] = []
+        for weight in new:
+            weight.grad = None
+        return new, after
+
+    @staticmethod
+    def _settings(group: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in group.items() if key not in ("params", *HOW)}
+
+
+def differentiable_entries(entry: dict[str, Any], weight: Tensor) -> dict[str, Tensor]:
+    """The part of an optimizer's state that depends on the past gradients of a weight, such as its momentum.
+
+    Returns:
+        Tensors of the shape of the weight, by name.
+    """
+    return {
+        name: value
+        for name, value in entry.items()
+        if isinstance(value, Tensor) and value.shape == weight.shape and name not in COUNTERS
+    }
+
+
+class _Smooth(TorchFunctionMode):
+    """Mends three places in which the differentiable steps of ``torch.optim`` are not what the plain ones are.
+
+    The first step of SGD detaches the gradient that becomes its momentum. The bias corrections of Adam are powers of a
+    step counter in single precision. And the root of a second moment that is zero, that of a weight which had no
+    gradient yet, has an infinite slope, which times zero is NaN; what it divides is zero as well, so that the
+    derivative of the quotient takes no part from it.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.detach:
+            return args[0]
+        if func is Tensor.__rpow__:
+            return args[0].double().__rpow__(args[1])
+        if func in (torch.sqrt, Tensor.sqrt, Tensor.sqrt_):
+            zero = args[0] == 0
+            root = torch.where(zero, 0.0, torch.where(zero, 1.0, args[0]).sqrt())
+            return args[0].copy_(root) if func is Tensor.sqrt_ else root
+        return func(*args, **(kwargs or {}))
+
+
+class _Symbolic(TorchFunctionMode):
+    """Keeps step counters and learning rates tensors where ``torch.optim`` would make numbers of them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is Tensor.item:
+            return args[0].double()
+        if func in (Tensor.add, Tensor.add_) and isinstance(kwargs.get("alpha"), Tensor):
+            return func(args[0], args[1] * kwargs["alpha"])
+        if func is Tensor.addcdiv_ and isinstance(kwargs.get("value"), Tensor):
+            return args[0].add_(args[1] / args[2] * kwargs["value"])
+        return func(*args, **kwargs)
+
+
+def _copy(entry: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in entry.items()}
+
+
+def clip(gradients: Sequence[Tensor | None], limit: float | None) -> tuple[list[Tensor | None], Tensor]:
+    """Shorten gradients to a largest joint norm.
+
+    Args:
+        gradients: None where there is none.
+        limit: The norm; None does not clip.
+
+    Returns:
+        The gradients, and their norm before, without a graph.
+    """
+    present = [gradient for gradient in gradients if gradient is not None]
+    if limit is None:
+        return list(gradients), _norm([gradient.detach() for gradient in present])
+    norm = _norm(present)
+    shrink = (limit / (norm + 1e-6)).clamp(max=1.0)
+    return [None if gradient is None else gradient * shrink.to(gradient.dtype) for gradient in gradients], norm.detach()
+
+
+def _norm(gradients: Sequence[Tensor]) -> Tensor:
+    # Squares overflow early in half precision.
+    wide = [
+        gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient for gradient in gradients
+    ]
+    length: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in wide]))
+    return length

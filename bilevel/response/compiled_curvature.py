@@ -1,0 +1,91 @@
+"""Second derivatives of the inner loss from compiled graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, final
+
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from bilevel.compilation import Later, Staged
+from bilevel.problem import Variables
+from bilevel.response.curvature import Curvature, flatten
+
+
+class Products(NamedTuple):
+    """The products that a linear solve needs, at one point."""
+
+    of_weights: Later
+    of_hyper: Later
+
+    def product(self, vector: Tensor) -> Tensor:
+        """As :meth:`Curvature.product`.
+
+        Returns:
+            A tensor of shape ``(m,)``.
+        """
+        return _only(self.of_weights([vector]))
+
+    def cross_vjp(self, vector: Tensor) -> Tensor:
+        """As :meth:`Curvature.cross_vjp`.
+
+        Returns:
+            A tensor of shape ``(h,)``.
+        """
+        return _only(self.of_hyper([vector]))
+
+
+@final
+class CompiledCurvature:
+    """Makes the products of a curvature without making its graph anew at every point."""
+
+    def __init__(self, kind: type[Curvature], inner: Variables) -> None:
+        """Compile this kind of curvature at the first call."""
+        self._builder = _Builder(kind, inner)
+        self._names = [name for name, _ in self._builder.named_parameters()]
+        self._buffer_names = [name for name, _ in self._builder.named_buffers()]
+        self._staged = Staged(self._stage, "the products with second derivatives")
+
+    def __call__(self, hyper: Tensor, batch: Any) -> Products:
+        """The curvature at the current weights.
+
+        Args:
+            hyper: Shape ``(h,)``.
+            batch: For the inner loss.
+
+        Returns:
+            Its products.
+        """
+        inputs = [*self._builder.parameters()], [*self._builder.buffers()], hyper.detach(), batch
+        return Products(*self._staged(*inputs)[1])
+
+    def _stage(
+        self, weights: list[Tensor], buffers: list[Tensor], hyper: Tensor, batch: Any
+    ) -> tuple[None, list[Later]]:
+        named = dict(zip([*self._names, *self._buffer_names], [*weights, *buffers], strict=True))
+        curvature: Curvature = functional_call(self._builder, named, (hyper, batch))
+        like = flatten(weights).detach()
+        return None, [
+            Later(lambda vector: [curvature.product(_only(vector))], [like]),
+            Later(lambda vector: [curvature.cross_vjp(_only(vector))], [like]),
+        ]
+
+
+def _only(tensors: Sequence[Tensor | None]) -> Tensor:
+    (tensor,) = tensors
+    assert tensor is not None
+    return tensor
+
+
+class _Builder(nn.Module):
+    """Gives a curvature the weights and buffers that :func:`functional_call` is given."""
+
+    def __init__(self, kind: type[Curvature], inner: Variables) -> None:
+        super().__init__()
+        self.kind = kind
+        self.inner = inner
+
+    def forward(self, hyper: Tensor, batch: Any) -> Curvature:
+        # What the check reads are values, which a trace does not have.
+        return self.kind(self.inner, hyper, batch, check=False)

@@ -1,0 +1,254 @@
+r"""A step of training as a function that can be run, pulled back and pushed forward.
+
+It maps a :class:`Point` :math:`s_t`, the weights and what the optimizer remembers, to the next one,
+
+.. math:: s_{t+1} = \Phi\left(s_t, \nabla_w \mathcal{L}_T(\lambda, w_t)\right),
+
+and has a graph of its own, from leaves to leaves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils import _pytree as pytree
+
+from bilevel.compilation import Later
+from bilevel.optimizers import DifferentiableOptimizer, clip, differentiable_entries
+from bilevel.problem import Loss, Variables
+
+Tangent = list[Tensor]
+"""One tensor for each of :meth:`Point.variables`."""
+Cotangent = list[Tensor | None]
+"""The same; None stands for zero."""
+
+
+class Point(NamedTuple):
+    """Where the training is: all that a step reads and writes.
+
+    Attributes:
+        weights: In the order of the problem.
+        state: Of the optimizer.
+        buffers: Of the network, by name.
+    """
+
+    weights: list[Tensor]
+    state: list[dict[str, Any]]
+    buffers: dict[str, Tensor]
+
+    def variables(self) -> list[Tensor]:
+        """What depends on the hyperparameters.
+
+        Returns:
+            The weights, then the moments of the optimizer.
+        """
+        return [*self.weights, *(value for moments in self._moments() for value in moments.values())]
+
+    def replace(self, variables: Sequence[Tensor]) -> Point:
+        """The same point with other variables.
+
+        Returns:
+            A new point.
+        """
+        rest = iter(variables)
+        weights = [next(rest) for _ in self.weights]
+        state = [
+            entry | {name: next(rest) for name in moments}
+            for entry, moments in zip(self.state, self._moments(), strict=True)
+        ]
+        return Point(weights, state, self.buffers)
+
+    def leaves(self, *, requires_grad: bool = False) -> Point:
+        """The same point without a graph.
+
+        Returns:
+            A new point that shares its memory.
+        """
+        return self.replace([value.detach().requires_grad_(requires_grad) for value in self.variables()])
+
+    def _moments(self) -> list[dict[str, Tensor]]:
+        return [differentiable_entries(entry, weight) for entry, weight in zip(self.state, self.weights, strict=True)]
+
+
+class Made(NamedTuple):
+    """What a step made.
+
+    Attributes:
+        point: Where it leads.
+        loss: The inner loss before it.
+        norm: The norm of its gradient before clipping.
+        aux: What the inner loss returned beside its value.
+    """
+
+    point: Point
+    loss: Tensor
+    norm: Tensor
+    aux: Any
+
+
+@final
+class Step:
+    """A step of training in three ways: alone, to be pulled back, to be pushed forward.
+
+    The latter two are stages in the sense of ``bilevel.compilation``: functions of nothing but what they are given.
+    ``settings`` are those of the optimizer, one dict per group; None for its current ones.
+
+    Attributes:
+        inner: The network.
+        optimizer: Makes the step.
+        clip: Largest norm of a gradient, or None.
+    """
+
+    def __init__(self, inner: Variables, optimizer: DifferentiableOptimizer, clip: float | None) -> None:
+        """Make steps of this optimizer."""
+        self.inner = inner
+        self.optimizer = optimizer
+        self.clip = clip
+
+    def run(self, hyper: Tensor, point: Point, batch: Any) -> Made:
+        """Make a step without a derivative.
+
+        Args:
+            hyper: Shape ``(h,)``.
+            point: Where to start.
+            batch: For the inner loss.
+
+        Returns:
+            What it made.
+        """
+        leaves = point.leaves(requires_grad=True)
+        slopes, buffers, loss = self._slopes(hyper.detach(), leaves, batch, leaves.weights)
+        return _made(*self._move(leaves, slopes, buffers, None), loss)
+
+    def extend(self, hyper: Tensor, point: Point, batch: Any) -> Made:
+        """Make a step that keeps the graph of where it starts.
+
+        Args:
+            hyper: Shape ``(h,)``, with a graph.
+            point: Where to start, with a graph.
+            batch: For the inner loss.
+
+        Returns:
+            What it made; its point with the graph so far.
+        """
+        slopes, buffers, loss = self._slopes(hyper, point, batch, point.weights)
+        with torch.enable_grad():
+            new, norm = self._move(point, slopes, buffers, None)
+        return _made(new, norm, loss, keep_graph=True)
+
+    def record(
+        self, hyper: Tensor, point: Point, batch: Any, settings: list[dict[str, Any]] | None = None
+    ) -> tuple[Made, list[Later]]:
+        """Make a step that can be pulled back once.
+
+        Args:
+            hyper: Shape ``(h,)``.
+            point: Where to start.
+            batch: For the inner loss.
+            settings: See above.
+
+        Returns:
+            What it made; and, to come, the cotangents of the old variables and of the hyperparameters, from those of
+            the new variables.
+        """
+        leaves, leaf = point.leaves(requires_grad=True), hyper.detach().requires_grad_()
+        slopes, buffers, loss = self._slopes(leaf, leaves, batch, leaves.weights)
+        with torch.enable_grad():
+            new, norm = self._move(leaves, slopes, buffers, settings)
+        inputs, outputs = [*leaves.variables(), leaf], new.variables()
+        return _made(new, norm, loss), [Later(lambda cotangent: vjp(outputs, inputs, cotangent), outputs)]
+
+    def push(
+        self, hyper: Tensor, point: Point, batch: Any, settings: list[dict[str, Any]] | None = None
+    ) -> tuple[Made, list[Later]]:
+        r"""Make a step along which tangents can be pushed.
+
+        The derivative of the gradient along :math:`(\dot w, \dot\lambda)` is, by symmetry of second derivatives, the
+        gradient in w of :math:`\dot w^\top \nabla_w \mathcal{L}_T + \dot\lambda^\top \nabla_\lambda \mathcal{L}_T`: one
+        backward pass through a graph that all tangents share.
+
+        Args:
+            hyper: Shape ``(h,)``.
+            point: Where to start.
+            batch: For the inner loss.
+            settings: See above.
+
+        Returns:
+            What it made; and, to come, the tangent of the new variables, from that of the old ones and of the
+            hyperparameters.
+        """
+        leaves, leaf = point.leaves(requires_grad=True), hyper.detach().requires_grad_()
+        slopes, buffers, loss = self._slopes(leaf, leaves, batch, [*leaves.weights, leaf])
+        gradients, start = [None if slope is None else slope.detach() for slope in slopes[:-1]], point.leaves()
+        with torch.no_grad():
+            made = _made(*self._move(start, gradients, buffers, settings), loss)
+
+        def push(tangent: Sequence[Tensor | None]) -> Cotangent:
+            *old, direction = tangent
+            change = vjp(slopes, leaves.weights, [*old[: len(leaves.weights)], direction], retain_graph=True)
+            with torch.no_grad(), forward_ad.dual_level():
+                dual = start.replace([*map(_dual, start.variables(), old)])
+                bent = [None if g is None else _dual(g, c) for g, c in zip(gradients, change, strict=True)]
+                moved = bent if self.clip is None else clip(bent, self.clip)[0]
+                new = Point(*self.optimizer.step(dual.weights, moved, dual.state, settings), buffers)
+                return [forward_ad.unpack_dual(value).tangent for value in new.variables()]
+
+        return made, [Later(push, [*start.variables(), leaf])]
+
+    def _slopes(
+        self, hyper: Tensor, point: Point, batch: Any, inputs: list[Tensor]
+    ) -> tuple[list[Tensor | None], dict[str, Tensor], Loss]:
+        """The gradient of the inner loss with its graph, the buffers after its pass, and the loss."""
+        problem = self.inner.problem
+        buffers = {name: buffer.clone() for name, buffer in point.buffers.items()}
+        named = dict(zip(problem.params, point.weights, strict=True))
+        # The fused attention kernels have no second derivative; the plain one has.
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), problem.differentiating():
+            loss = problem.inner_loss(self.inner.model(named, buffers=buffers, update_buffers=True), hyper, batch)
+            # With a graph even where none is needed, so that a repeated step is the same to the last bit.
+            slopes = torch.autograd.grad(loss.value, inputs, create_graph=True, allow_unused=True)
+        return [*slopes], buffers, loss
+
+    def _move(
+        self,
+        point: Point,
+        gradients: Sequence[Tensor | None],
+        buffers: dict[str, Tensor],
+        settings: list[dict[str, Any]] | None,
+    ) -> tuple[Point, Tensor]:
+        clipped, norm = clip(gradients, self.clip)
+        return Point(*self.optimizer.step(point.weights, clipped, point.state, settings), buffers), norm
+
+
+def vjp(
+    outputs: Sequence[Tensor | None],
+    inputs: Sequence[Tensor],
+    cotangents: Sequence[Tensor | None],
+    *,
+    retain_graph: bool = False,
+) -> Cotangent:
+    """A vector-Jacobian product.
+
+    Returns:
+        One entry per input; None where nothing depends on it.
+    """
+    pairs = zip(outputs, cotangents, strict=True)
+    live = [(y, u) for y, u in pairs if y is not None and y.requires_grad and u is not None]
+    if not live:
+        return [None] * len(inputs)
+    ys, us = zip(*live, strict=True)
+    return [*torch.autograd.grad(ys, inputs, us, retain_graph=retain_graph, allow_unused=True)]
+
+
+def _made(point: Point, norm: Tensor, loss: Loss, *, keep_graph: bool = False) -> Made:
+    aux = pytree.tree_map_only(Tensor, Tensor.detach, loss.aux)
+    return Made(point if keep_graph else point.leaves(), loss.value.detach(), norm, aux)
+
+
+def _dual(value: Tensor, tangent: Tensor | None) -> Tensor:
+    return value if tangent is None else forward_ad.make_dual(value, tangent)

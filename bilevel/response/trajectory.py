@@ -1,0 +1,169 @@
+r"""Steps of training, one after the other, that can be run, pulled back and pushed forward.
+
+Each has a graph of its own, from leaves to leaves, so that a long trajectory can be walked back one step at a time,
+whether its graphs were kept or are built again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from bilevel.compilation import Later, Stage, Staged
+from bilevel.response.step import Cotangent, Made, Point, Step, Tangent, vjp
+from bilevel.rng import Stream
+
+Pull = Callable[[Cotangent, Tensor], tuple[Cotangent, Tensor]]
+"""From the cotangent of the new point to that of the old one; adds that of the hyperparameters to what it is given."""
+
+
+@final
+class Trajectory:
+    """Steps of training, one after the other.
+
+    Attributes:
+        step: Makes one.
+        compiled: What makes it instead, ``step.record`` or ``step.push`` compiled; None if nothing does.
+        losses: The inner loss at every step so far.
+        norms: The norm of its gradient before clipping.
+        aux: What the inner loss last returned beside its value.
+    """
+
+    def __init__(self, step: Step, compiled: Staged | None = None) -> None:
+        """Begin without a step."""
+        self.step = step
+        self.compiled = compiled
+        self.losses: list[Tensor] = []
+        self.norms: list[Tensor] = []
+        self.aux: Any = None
+
+    def run(self, hyper: Tensor, point: Point, batches: Sequence[Any]) -> Point:
+        """Make steps without a derivative.
+
+        Args:
+            hyper: Shape ``(h,)``.
+            point: Where to start.
+            batches: One per step.
+
+        Returns:
+            Where they lead.
+        """
+        for batch in batches:
+            if self._compiles and self.compiled is not None:
+                # Not compiled once more without its derivative, which costs little if it is not asked for.
+                point, _ = self._make(self.compiled, hyper, point, batch)
+            else:
+                point = self._note(self.step.run(hyper, point, batch))
+        return point
+
+    def record(self, hyper: Tensor, point: Point, batches: Sequence[Any], *, segment: int | None) -> tuple[Point, Pull]:
+        """Make steps that can be pulled back.
+
+        Args:
+            hyper: Shape ``(h,)``.
+            point: Where to start.
+            batches: One per step.
+            segment: None keeps the graph of every step; a number keeps only every so many points, and repeats the steps
+                between when they are pulled back.
+
+        Returns:
+            Where they lead, and the pull through all of them, which can be called once.
+        """
+        pulls: list[Pull] = []
+        if segment is None and not self._compiles:
+            return self._record_at_once(hyper, point, batches)
+        if segment is None:
+            for batch in batches:
+                point, later = self._make(self.step.record, hyper, point, batch)
+                pulls.append(partial(_pull, later))
+        else:
+            for first in range(0, len(batches), segment):
+                some = batches[first : first + segment]
+                pulls.append(self._repeat(hyper, point, some))
+                point = self.run(hyper, point, some)
+
+        def pull_all(cotangent: Cotangent, total: Tensor) -> tuple[Cotangent, Tensor]:
+            while pulls:
+                cotangent, total = pulls.pop()(cotangent, total)  # frees its graph
+            return cotangent, total
+
+        return point, pull_all
+
+    def push(
+        self, hyper: Tensor, point: Point, batches: Sequence[Any], directions: Tensor, tangents: list[Tangent]
+    ) -> tuple[Point, list[Tangent]]:
+        """Make steps and carry tangents along.
+
+        Args:
+            hyper: Shape ``(h,)``.
+            point: Where to start.
+            batches: One per step.
+            directions: Of the hyperparameters, one per row.
+            tangents: Of the start, one per row.
+
+        Returns:
+            Where the steps lead, and the tangents there.
+        """
+        for batch in batches:
+            point, later = self._make(self.step.push, hyper, point, batch)
+            moved = [later([*tangent, direction]) for direction, tangent in zip(directions, tangents, strict=True)]
+            tangents = [
+                [torch.zeros_like(p) if t is None else t for p, t in zip(point.variables(), tangent, strict=True)]
+                for tangent in moved
+            ]
+        return point, tangents
+
+    @property
+    def _compiles(self) -> bool:
+        return self.compiled is not None and self.compiled.working
+
+    def _record_at_once(self, hyper: Tensor, point: Point, batches: Sequence[Any]) -> tuple[Point, Pull]:
+        """One graph for all steps, which is cheaper to walk than one for each."""
+        start, first = point.leaves(requires_grad=True), hyper.detach().requires_grad_()
+        now, last = start, first
+        with torch.enable_grad():
+            for batch in batches:
+                now = self._note(self.step.extend(last, now, batch))
+                # Hyperparameters pass through the steps too, so that their cotangent is summed up in the same order,
+                # to the last bit, whether the steps are walked back at once or segment by segment.
+                last = last.view_as(last)
+        inputs, outputs = [*start.variables(), first], [*now.variables(), last]
+
+        def pull(cotangent: Cotangent, total: Tensor) -> tuple[Cotangent, Tensor]:
+            *old, part = vjp(outputs, inputs, [*cotangent, total])
+            return old, total if part is None else part
+
+        return now.leaves(), pull
+
+    def _make(self, stage: Stage, hyper: Tensor, point: Point, batch: Any) -> tuple[Point, Later]:
+        if self._compiles and self.compiled is not None:
+            # The learning rate as a tensor, so that it can change without another compilation.
+            made, (later,) = self.compiled(hyper, point, batch, self.step.optimizer.settings())
+        else:
+            made, (later,) = stage(hyper, point, batch)
+        return self._note(made), later
+
+    def _note(self, made: Made) -> Point:
+        self.losses.append(made.loss)
+        self.norms.append(made.norm)
+        self.aux = made.aux
+        return made.point
+
+    def _repeat(self, hyper: Tensor, point: Point, batches: Sequence[Any]) -> Pull:
+        stream = Stream.current(self.step.inner.problem.device)
+
+        def pull(cotangent: Cotangent, total: Tensor) -> tuple[Cotangent, Tensor]:
+            with stream():
+                again = Trajectory(self.step, self.compiled)
+                return again.record(hyper, point, batches, segment=None)[1](cotangent, total)
+
+        return pull
+
+
+def _pull(later: Later, cotangent: Cotangent, total: Tensor) -> tuple[Cotangent, Tensor]:
+    *old, part = later(cotangent)
+    return old, total if part is None else total + part
