@@ -45,9 +45,9 @@ class MLP(nn.Module):
         self.layers = nn.ModuleList([nn.Linear(64, width), nn.Linear(width, width), nn.Linear(width, 10)])
 
     def forward(self, x: Tensor, rates: Tensor) -> Tensor:
-        """Predict logits, with one dropout rate per layer."""
+        """Predict logits, with one dropout rate per layer, and perhaps for each example."""
         for index, layer in enumerate(self.layers):
-            x = bilevel.functional.dropout(x if index == 0 else F.relu(x), rates[index], training=self.training)
+            x = bilevel.functional.dropout(x if index == 0 else F.relu(x), rates[..., index], training=self.training)
             x = layer(x)
         return x
 
@@ -56,7 +56,7 @@ def train_loss(model: bilevel.Model, hyper: Mapping[str, Tensor], batch: Batch) 
     """Cross-entropy with dropout, and one L2 penalty per layer."""
     x, y = batch
     weights = [model.params[f"layers.{index}.weight"] for index in range(3)]
-    penalty = sum(hyper["decay"][index] * bilevel.l2([weight]) for index, weight in enumerate(weights))
+    penalty = sum(hyper["decay"][..., index] * bilevel.l2([weight]) for index, weight in enumerate(weights))
     return F.cross_entropy(model(x, hyper["dropout"]), y) + penalty
 
 

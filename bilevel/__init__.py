@@ -1,6 +1,6 @@
 """Bilevel optimization in PyTorch: write two losses, call :func:`solve`, swap the method by one argument."""
 
-from bilevel import functional
+from bilevel import functional, nn, structure
 from bilevel.diagnostics import Comparison, Diagnose, Diagnosis, diagnose
 from bilevel.functional import l1, l2
 from bilevel.history import History
@@ -64,7 +64,9 @@ __all__ = [
     "interval",
     "l1",
     "l2",
+    "nn",
     "positive",
     "real",
     "solve",
+    "structure",
 ]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
@@ -33,7 +34,7 @@ def linearize(
         function: Called as ``function(params, *args, **kwargs)``; may return nested tuples, lists, dicts and
             dataclasses.
         params: The point :math:`w_0`.
-        tangents: The direction :math:`\Delta w`, by the same names.
+        tangents: The direction :math:`\Delta w`, by the same names; a parameter without one stays fixed.
 
     Returns:
         A function of the remaining arguments.
@@ -46,21 +47,42 @@ def linearize(
     """
 
     def linearized(*args: Any, **kwargs: Any) -> Any:
-        # The fused attention kernels have no forward mode; the plain one has.
-        with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
-            duals = {name: forward_ad.make_dual(value, tangents[name]) for name, value in params.items()}
-            try:
-                output = function(duals, *args, **kwargs)
-            except (NotImplementedError, RuntimeError) as error:
-                if "forward AD" in str(error) or "forward mode" in str(error):
-                    error.add_note(
-                        "The network contains an operation without forward-mode differentiation, which delta_stn "
-                        "needs. Use method='centered_stn', or replace the operation (nn.LSTM: use nn.LSTMCell)."
-                    )
-                raise
-            return map_tensors(_primal_plus_tangent, output, _plain)
+        with forward_level():
+            duals = {
+                name: forward_ad.make_dual(value, tangents[name]) if name in tangents else value
+                for name, value in params.items()
+            }
+            return primal_plus_tangent(function(duals, *args, **kwargs))
 
     return linearized
+
+
+@contextmanager
+def forward_level() -> Generator[None]:
+    """A level of forward-mode differentiation in which a network may be run."""
+    # The fused attention kernels have no forward mode; the plain one has.
+    with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
+        try:
+            yield
+        except (NotImplementedError, RuntimeError) as error:
+            if "forward AD" in str(error) or "forward mode" in str(error):
+                error.add_note(
+                    "The network contains an operation without forward-mode differentiation, which delta_stn "
+                    "needs. Use method='centered_stn', or replace the operation (nn.LSTM: use nn.LSTMCell)."
+                )
+            raise
+
+
+def primal_plus_tangent(output: Any) -> Any:
+    """The first-order expansion from the dual numbers that a network returned.
+
+    Args:
+        output: Nested tuples, lists, dicts and dataclasses.
+
+    Returns:
+        The same nesting of plain tensors.
+    """
+    return map_tensors(_primal_plus_tangent, output, _plain)
 
 
 def map_tensors(

@@ -90,6 +90,7 @@ class Hyper:
         low: Lower end of the domain.
         high: Upper end of the domain.
         discrete: Whether natural values are rounded, without a gradient.
+        shared: Whether all examples of a batch share one perturbation, even where others have one for each.
     """
 
     init: Tensor
@@ -97,6 +98,7 @@ class Hyper:
     low: float
     high: float
     discrete: bool = False
+    shared: bool = False
 
     def natural(self, unconstrained: Tensor) -> Tensor:
         """Map unconstrained values to natural ones, elementwise.
@@ -118,11 +120,13 @@ class Hyper:
         return value
 
 
-def real(init: Any) -> Hyper:
+def real(init: Any, *, shared: bool = False) -> Hyper:
     r"""A hyperparameter on the whole real line, :math:`s(\lambda) = \lambda`.
 
     Args:
         init: A finite number, or an array of them.
+        shared: Keep one perturbation for the whole batch, and this value its own shape, even where others have one for
+            each example.
 
     Returns:
         The hyperparameter.
@@ -132,14 +136,15 @@ def real(init: Any) -> Hyper:
         tensor([ 0.5000, -2.0000], dtype=torch.float64)
     """
     value = _checked_init("real", init, -math.inf, math.inf)
-    return Hyper(value, AffineTransform(0.0, 1.0), -math.inf, math.inf)
+    return Hyper(value, AffineTransform(0.0, 1.0), -math.inf, math.inf, shared=shared)
 
 
-def positive(init: Any) -> Hyper:
+def positive(init: Any, *, shared: bool = False) -> Hyper:
     r"""A positive hyperparameter, :math:`s(\lambda) = e^\lambda`.
 
     Args:
         init: A number greater than zero, or an array of them.
+        shared: As in :func:`real`.
 
     Returns:
         The hyperparameter.
@@ -149,16 +154,17 @@ def positive(init: Any) -> Hyper:
         tensor(0.)
     """
     value = _checked_init("positive", init, 0.0, math.inf)
-    return Hyper(value, ExpTransform(), 0.0, math.inf)
+    return Hyper(value, ExpTransform(), 0.0, math.inf, shared=shared)
 
 
-def interval(lo: float, hi: float, init: Any) -> Hyper:
+def interval(lo: float, hi: float, init: Any, *, shared: bool = False) -> Hyper:
     r"""A hyperparameter inside an open interval, :math:`s(\lambda) = lo + (hi - lo)\,\mathrm{sigmoid}(\lambda)`.
 
     Args:
         lo: Lower end.
         hi: Upper end.
         init: A number strictly between them, or an array of such numbers.
+        shared: As in :func:`real`.
 
     Returns:
         The hyperparameter.
@@ -169,10 +175,10 @@ def interval(lo: float, hi: float, init: Any) -> Hyper:
     """
     lo, hi = _checked_bounds("interval", lo, hi)
     value = _checked_init("interval", init, lo, hi)
-    return Hyper(value, _stretched_sigmoid(lo, hi), lo, hi)
+    return Hyper(value, _stretched_sigmoid(lo, hi), lo, hi, shared=shared)
 
 
-def integer(lo: float, hi: float, init: Any) -> Hyper:
+def integer(lo: float, hi: float, init: Any, *, shared: bool = False) -> Hyper:
     r"""A whole number from ``lo`` to ``hi``, both included.
 
     A stretched sigmoid on :math:`(lo - \tfrac{1}{2}, hi + \tfrac{1}{2})`, rounded. Rounding has no gradient: only
@@ -183,6 +189,7 @@ def integer(lo: float, hi: float, init: Any) -> Hyper:
         lo: Smallest value.
         hi: Largest value.
         init: A whole number of that range, or an array of them.
+        shared: As in :func:`real`.
 
     Returns:
         The hyperparameter; its natural values are whole numbers in a floating-point tensor.
@@ -200,7 +207,7 @@ def integer(lo: float, hi: float, init: Any) -> Hyper:
     value = _checked_init("integer", init, lo, hi, closed=True)
     if bool((value != value.round()).any()):
         raise ValueError(f"integer: init must be a whole number in [{lo:g}, {hi:g}], got {_show(value)}.")
-    return Hyper(value, _stretched_sigmoid(lo - 0.5, hi + 0.5), lo, hi, discrete=True)
+    return Hyper(value, _stretched_sigmoid(lo - 0.5, hi + 0.5), lo, hi, discrete=True, shared=shared)
 
 
 class Space:
@@ -278,9 +285,20 @@ class Space:
             vector: Unconstrained, shape ``(*batch, h)``.
 
         Returns:
-            For each hyperparameter a tensor of shape ``(*batch, *its own shape)``.
+            For each hyperparameter a tensor of shape ``(*batch, *its own shape)``; one that is shared keeps its own.
         """
-        return self.natural(self.split(vector))
+        parts = self.split(vector)
+        if vector.ndim > 1:
+            parts = {name: part[0] if self.hyper[name].shared else part for name, part in parts.items()}
+        return self.natural(parts)
+
+    def shared(self) -> Tensor:
+        """Which entries of the vector all examples of a batch share.
+
+        Returns:
+            A boolean tensor of shape ``(h,)``.
+        """
+        return torch.cat([torch.full((entry.init.numel(),), entry.shared) for entry in self.hyper.values()])
 
     def natural(self, parts: Mapping[str, Tensor]) -> Named:
         """The natural values of unconstrained ones, by name.
@@ -330,10 +348,22 @@ class Scale(nn.Module):
     """
 
     sigma: Tensor
+    shared: Tensor
 
-    def __init__(self, size: int, init: float, *, entropy: float | None, perturb_outer: bool, like: Tensor) -> None:
+    def __init__(
+        self,
+        size: int,
+        init: float,
+        *,
+        entropy: float | None,
+        perturb_outer: bool,
+        like: Tensor,
+        shared: Tensor | None = None,
+    ) -> None:
         """Start every entry at ``init``, with the dtype and device of ``like``."""
         super().__init__()
+        none = torch.zeros(size, dtype=torch.bool)
+        self.register_buffer("shared", (none if shared is None else shared).to(like.device), persistent=False)
         self.entropy_weight = entropy
         self.perturb_outer = perturb_outer
         start = torch.full((size,), init, dtype=like.dtype, device=like.device)
@@ -353,22 +383,20 @@ class Scale(nn.Module):
         sigma: Tensor = SoftplusTransform()(self.raw)
         return sigma.clamp_min(torch.finfo(sigma.dtype).tiny)
 
-    def sample(self) -> Tensor:
+    def sample(self, examples: int | None = None) -> Tensor:
         r"""Draw :math:`\epsilon = \sigma \odot z` with standard normal z, differentiable in :math:`\sigma`.
 
+        Args:
+            examples: Draw as many, the shared entries of which are the same; None draws one.
+
         Returns:
-            A tensor of shape ``(h,)``.
+            A tensor of shape ``(h,)`` or ``(examples, h)``.
         """
         sigma: Tensor = self()
-        return sigma * torch.randn_like(sigma)
-
-    def outer_sample(self) -> Tensor:
-        """The perturbation of an outer loss.
-
-        Returns:
-            A sample, or zero if the outer loss is not to be perturbed.
-        """
-        return self.sample() if self.perturb_outer else torch.zeros_like(self())
+        if examples is None:
+            return sigma * torch.randn_like(sigma)
+        noise = torch.randn(examples, len(sigma), dtype=sigma.dtype, device=sigma.device)
+        return sigma * torch.where(self.shared, noise[:1], noise)
 
     def penalty(self) -> Tensor:
         r"""What a learned scale adds to the outer loss, :math:`-\tau\,\mathbb{H}[p(\epsilon | \sigma)]`.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -34,10 +34,11 @@ class Model:
     The split lets a method change the two separately; the same loss runs under every method.
 
     Attributes:
-        params: Trainable weights by name, for penalties.
+        params: Trainable weights by name, for penalties. Tensors; where each example has weights of its own, objects
+            that only :func:`l2` and :func:`l1` take.
     """
 
-    def __init__(self, params: Mapping[str, Tensor], predict: Callable[..., Any] | None) -> None:
+    def __init__(self, params: Mapping[str, Any], predict: Callable[..., Any] | None) -> None:
         """Pair weights with a prediction function; a problem without a network has none."""
         self.params = Named("parameter", params.items())
         self._predict = predict
@@ -264,6 +265,14 @@ class Problem:
             return functional_call(self.module, tensors, args, kwargs)
         finally:
             self._passes -= 1
+
+    def evaluating(self) -> AbstractContextManager[None]:
+        """Put the network into eval mode inside the block.
+
+        Returns:
+            A context manager.
+        """
+        return self._mode(training=False)
 
     @contextmanager
     def differentiating(self) -> Generator[None]:

@@ -504,7 +504,8 @@ class Solver:
         # Two copies of λ keep the parts apart, so that one backward pass gives both.
         direct, through_weights = (self.vector.detach().clone().requires_grad_() for _ in range(2))
         scale = self.response.scale
-        noise = torch.zeros_like(direct) if scale is None else scale.outer_sample()
+        drawn = self.response.outer_perturbation(valid_batch)
+        noise = torch.zeros_like(direct) if drawn is None else drawn
         model = self.response(through_weights + noise, train_batch, self.vector.detach())
         if not isinstance(model, Model):
             raise TypeError(

@@ -24,6 +24,7 @@ from bilevel.hyper import positive, real
 from bilevel.loop import solve
 from bilevel.problem import Model, Problem
 from bilevel.response import BestResponse, Method, get_method
+from bilevel.response.hypernetwork import Hypernetwork
 from bilevel.solver import DivergenceError, OuterStep, Solver
 
 Batch = tuple[Tensor, Tensor]
@@ -85,7 +86,7 @@ class Case:
         """
 
         def inner_loss(model: Model, hyper: Mapping[str, Tensor], batch: Batch) -> Tensor:
-            return F.cross_entropy(model(batch[0]), batch[1]) + (hyper["decay"] * l2(model.params)).sum()
+            return F.cross_entropy(model(batch[0]), batch[1]) + (hyper["decay"] * l2(model.params)[..., None]).sum(-1)
 
         def outer_loss(model: Model, hyper: Mapping[str, Tensor], batch: Batch) -> Tensor:
             return F.cross_entropy(model(batch[0]), batch[1])
@@ -100,9 +101,16 @@ class Case:
         x = torch.linspace(-2, 2, 36, device=self.device, dtype=dtype).reshape(12, 3).sin()
         return x, (x.sum(1) > 0).long()
 
+    def method_for(self, problem: Problem) -> Method:
+        """The method; without a network there are no examples to perturb, and it perturbs the batch."""
+        if problem.module is None and isinstance(self.method, Hypernetwork):
+            return dataclasses.replace(self.method, perturb="batch")
+        return self.method
+
     def solver(self, problem: Problem, **changes: Any) -> Solver:
         """A solver with plain gradient descent on both levels."""
-        settings: dict[str, Any] = {"inner_optimizer": _sgd, "outer_optimizer": _sgd, "method": self.method}
+        settings: dict[str, Any] = {"inner_optimizer": _sgd, "outer_optimizer": _sgd}
+        settings["method"] = self.method_for(problem)
         return Solver(problem, **(settings | changes))
 
     def trained(self, steps: int = 20, **changes: Any) -> Solver:
@@ -302,7 +310,8 @@ def _settings_survive_a_run(case: Case) -> None:
 
 @_check
 def _binding_gives_a_best_response(case: Case) -> None:
-    _expect(isinstance(case.method.bind(case.quadratic()), BestResponse), "bind must return a BestResponse")
+    problem = case.quadratic()
+    _expect(isinstance(case.method_for(problem).bind(problem), BestResponse), "bind must return a BestResponse")
 
 
 @_check
@@ -574,8 +583,9 @@ def _no_gradient_is_left_behind(case: Case) -> None:
 
 @_check
 def _solve_lowers_the_outer_loss(case: Case) -> None:
-    settings: dict[str, Any] = {"method": case.method, "inner_optimizer": _sgd, "progress": False}
     start = case.solver(case.quadratic())
+    method = case.method_for(start.problem)
+    settings: dict[str, Any] = {"method": method, "inner_optimizer": _sgd, "progress": False}
     for _ in range(300):
         start.inner_step()
     solution = solve(case.quadratic(), steps=300, warmup=20, **settings)
@@ -633,7 +643,7 @@ def _global_random_state_is_untouched(case: Case) -> None:
         torch.manual_seed(20201117)
         before = torch.get_rng_state()
         _run(case.solver(case.network()), case.batch())
-        solve(case.quadratic(), method=case.method, steps=2, progress=False)
+        solve(case.quadratic(), method=case.method_for(case.quadratic()), steps=2, progress=False)
         _expect(torch.equal(before, torch.get_rng_state()), "the user's random state changed")
 
 
@@ -735,10 +745,10 @@ def _nested_outputs_work(case: Case) -> None:
             return {"logits": (logits, [logits.argmax(1)]), "name": "nested"}
 
     def nested(model: Model, hyper: Mapping[str, Tensor], batch: Batch) -> Tensor:
-        return F.cross_entropy(model(batch[0])["logits"][0], batch[1]) + hyper["decay"].sum() * l2(model.params)
+        return F.cross_entropy(model(batch[0])["logits"][0], batch[1]) + hyper["decay"].sum(-1) * l2(model.params)
 
     def plain(model: Model, hyper: Mapping[str, Tensor], batch: Batch) -> Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1]) + hyper["decay"].sum() * l2(model.params)
+        return F.cross_entropy(model(batch[0]), batch[1]) + hyper["decay"].sum(-1) * l2(model.params)
 
     steps = [
         _run(case.solver(case.network(net=net, inner_loss=loss, outer_loss=loss), outer_clip=1.0), case.batch())[-1]
@@ -750,7 +760,9 @@ def _nested_outputs_work(case: Case) -> None:
 @_check
 def _losses_per_example_are_averaged(case: Case) -> None:
     def loss(model: Model, hyper: Mapping[str, Tensor], batch: Batch) -> Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1], reduction="none") + (hyper["decay"] * l2(model.params)).sum()
+        return F.cross_entropy(model(batch[0]), batch[1], reduction="none") + (
+            hyper["decay"] * l2(model.params)[..., None]
+        ).sum(-1)
 
     def plain(model: Model, hyper: Mapping[str, Tensor], batch: Batch) -> Tensor:
         return loss(model, hyper, batch).mean()
@@ -786,7 +798,8 @@ def _hyperparameters_of_any_shape_work(case: Case) -> None:
 
     hyper = {"x": real(torch.zeros(2, 3)), "y": positive(1.0)}
     slow = partial(torch.optim.SGD, lr=1e-3)
-    solver = case.solver(case.quadratic(inner_loss=loss, outer_loss=loss, hyper=hyper), outer_optimizer=slow)
+    problem = case.quadratic(inner_loss=loss, outer_loss=loss, hyper=hyper)
+    solver = case.solver(problem, inner_optimizer=slow, outer_optimizer=slow)
     _run(solver, None)
     _expect(solver.hyper["x"].shape == (2, 3) and solver.hyper["y"].shape == (), "a hyperparameter lost its shape")
 

@@ -270,7 +270,7 @@ def scramble(response: HypernetworkResponse, hyper: Tensor, seed: int = 1) -> No
 def perturb_by(response: HypernetworkResponse, *points: Tensor) -> None:
     """Make the response draw the given perturbations, in turn, instead of random ones."""
     queue = list(points)
-    response.scale.sample = lambda: queue.pop(0)
+    response.scale.sample = lambda examples=None: queue.pop(0)
 
 
 def points(scale: Tensor) -> Tensor:

@@ -103,7 +103,8 @@ def test_the_pages_build_without_warnings_and_load_nothing_from_the_network(tmp_
         assert not re.search(r"(@import|url\()\s*[\"']?(https?:)?//", sheet.read_text(encoding="utf-8")), sheet.name
     assert formulas > 100
     names = set(re.findall(r'id="(bilevel\.\w+)"', (tmp_path / "api.html").read_text(encoding="utf-8")))
-    assert {f"bilevel.{name}" for name in bilevel.__all__} - names == {"bilevel.functional"}
+    modules = {"bilevel.functional", "bilevel.nn", "bilevel.structure"}
+    assert {f"bilevel.{name}" for name in bilevel.__all__} - names == modules
 
 
 def test_the_build_fails_on_a_missing_name_and_on_a_formula_that_cannot_be_converted(tmp_path):

@@ -13,7 +13,8 @@ import bilevel
 ROOT = Path(bilevel.__file__).parent
 # A part may import from the parts before its own. One folder is one part.
 ORDER = [
-    {"arguments", "autodiff", "checkpoint", "functional", "hyper", "optimizers", "rng"},
+    {"responding"},
+    {"arguments", "autodiff", "checkpoint", "functional", "hyper", "nn", "optimizers", "rng"},
     {"compilation", "history", "problem"},
     {"linear_solvers", "structure"},
     {"response"},

@@ -496,7 +496,7 @@ def test_optimizers_that_change_gradients_in_place_see_tensors_of_their_own(fore
     problem = make_problem(inner, inner_loss=loss, outer_loss=loss)
     solver = make_solver(problem, method="stn", inner_optimizer=nesterov, outer_optimizer=nesterov)
     scale = solver.response.scale
-    scale.sample = lambda: torch.zeros(1)
+    scale.sample = lambda examples=None: torch.zeros(1)
     for _ in range(2):
         solver.inner_step()
     plain = torch.zeros(3, requires_grad=True)

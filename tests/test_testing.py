@@ -20,6 +20,12 @@ VARIANTS = {
     "unrolled, checkpoint": bilevel.Unrolled(steps=3, checkpoint=True),
     "unrolled, truncated forward": bilevel.Unrolled(steps=3, truncate=2, mode="forward"),
     "delta_stn, perturbed outer loss": bilevel.DeltaSTN(perturb_outer=True),
+    "stn, by rows": bilevel.STN(structure="rowwise"),
+    "centered_stn, by rows": bilevel.CenteredSTN(structure="rowwise"),
+    "delta_stn, by rows": bilevel.DeltaSTN(structure="rowwise"),
+    "stn, per example": bilevel.STN(structure="rowwise", perturb="example"),
+    "centered_stn, per example": bilevel.CenteredSTN(structure="rowwise", perturb="example"),
+    "delta_stn, per example": bilevel.DeltaSTN(structure="rowwise", perturb="example", entropy=1e-2),
 }
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 

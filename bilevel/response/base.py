@@ -113,6 +113,17 @@ class BestResponse(nn.Module, ABC):
             A model whose ``params`` are :math:`r(\lambda)`.
         """
 
+    def outer_perturbation(self, batch: Any) -> Tensor | None:
+        """What to add to the hyperparameters in the outer loss, for methods that perturb it.
+
+        Args:
+            batch: Of the outer loss.
+
+        Returns:
+            Shape ``(h,)``, or ``(B, h)`` with one for each example; None leaves them as they are.
+        """
+        return None
+
     def connect(self, optimizer: Optimizer, clip: float | None) -> None:
         """Called once by the solver, for methods that make steps of the optimizer themselves.
 

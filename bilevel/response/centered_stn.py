@@ -33,8 +33,8 @@ class CenteredSTN(Hypernetwork):
         objective: ``"centered"``, or ``"stn"`` to train both parts on one perturbed loss (``fig:decouple``).
 
     Example:
-        >>> CenteredSTN(objective="stn")
-        CenteredSTN(scale=1.0, entropy=None, perturb_outer=None, max_gigabytes=4.0, objective='stn')
+        >>> CenteredSTN(objective="stn").objective
+        'stn'
     """
 
     objective: str = "centered"
@@ -81,14 +81,12 @@ class CenteredResponse(HypernetworkResponse):
             The two losses; with ``objective="stn"`` one perturbed loss for both parts.
         """
         if self.objective == "stn":
-            noise = self.perturbation()
-            model = self.inner.model(self.affine(noise), update_buffers=True)
-            yield self.problem.inner_loss(model, hyper + noise, batch)
+            noise = self.perturbation(batch)
+            yield self.problem.inner_loss(self.affine(noise, update_buffers=True), hyper + noise, batch)
             return
         yield self.problem.inner_loss(self.inner.model(self.inner.params(), update_buffers=True), hyper, batch)
-        noise = self.perturbation()
-        response = self.inner.model(self.affine(noise, freeze_weights=True))
-        yield self.problem.inner_loss(response, hyper + noise, batch)
+        noise = self.perturbation(batch)
+        yield self.problem.inner_loss(self.affine(noise, freeze_weights=True), hyper + noise, batch)
 
     def forward(self, hyper: Tensor, train_batch: Any = None, center: Tensor | None = None) -> Model:
         r"""The model with weights :math:`w_0 + \Theta (\lambda - \lambda_0)`.
@@ -101,4 +99,4 @@ class CenteredResponse(HypernetworkResponse):
         Returns:
             The model.
         """
-        return self.inner.model(self.affine(hyper - (hyper.detach() if center is None else center)))
+        return self.affine(hyper - (hyper.detach() if center is None else center))

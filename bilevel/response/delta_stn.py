@@ -17,7 +17,6 @@ from typing import Any, final
 
 from torch import Tensor
 
-from bilevel.autodiff import linearize
 from bilevel.problem import Loss, Model, Problem
 from bilevel.response.hypernetwork import Hypernetwork, HypernetworkResponse
 
@@ -30,12 +29,12 @@ class DeltaSTN(Hypernetwork):
     The method of choice for regularization of a network during one training run. The network must support forward-mode
     differentiation (``nn.LSTM`` does not).
 
-    Its settings ``scale``, ``entropy``, ``perturb_outer`` and ``max_gigabytes`` are those of
-    :class:`bilevel.response.hypernetwork.Hypernetwork`.
+    Its settings ``scale``, ``entropy``, ``perturb_outer``, ``structure``, ``perturb`` and ``max_gigabytes`` are those
+    of :class:`bilevel.response.hypernetwork.Hypernetwork`.
 
     Example:
         >>> DeltaSTN(entropy=1e-3)
-        DeltaSTN(scale=1.0, entropy=0.001, perturb_outer=None, max_gigabytes=4.0)
+        DeltaSTN(scale=1.0, entropy=0.001, perturb_outer=None, structure='dense', perturb='batch', max_gigabytes=4.0)
     """
 
     def bind(self, problem: Problem) -> DeltaResponse:
@@ -65,25 +64,9 @@ class DeltaResponse(HypernetworkResponse):
             The two losses.
         """
         yield self.problem.inner_loss(self.inner.model(self.inner.params(), update_buffers=True), hyper, batch)
-        noise = self.perturbation()
-        yield self.problem.inner_loss(self.linearized(noise), hyper + noise, batch)
-
-    def linearized(self, shift: Tensor) -> Model:
-        r"""The model that predicts :math:`f(w_0) + \mathbf{J}_{yw}\,\Theta \delta`, with :math:`w_0` frozen.
-
-        Args:
-            shift: :math:`\delta`, shape ``(h,)``.
-
-        Returns:
-            A model whose ``params`` are :math:`w_0 + \Theta \delta`.
-        """
-        weights = {name: weight.detach() for name, weight in self.inner.params().items()}
-        change = self.theta(shift)
-        predict = self.inner.predictor()
-        return Model(
-            {name: weight + change[name] for name, weight in weights.items()},
-            None if predict is None else linearize(predict, weights, change),
-        )
+        noise = self.perturbation(batch)
+        response = self.affine(noise, freeze_weights=True, linearized=True)
+        yield self.problem.inner_loss(response, hyper + noise, batch)
 
     def forward(self, hyper: Tensor, train_batch: Any = None, center: Tensor | None = None) -> Model:
         r"""The model with weights :math:`w_0 + \Theta (\lambda - \lambda_0)`, not linearised.
@@ -96,4 +79,4 @@ class DeltaResponse(HypernetworkResponse):
         Returns:
             The model.
         """
-        return self.inner.model(self.affine(hyper - (hyper.detach() if center is None else center)))
+        return self.affine(hyper - (hyper.detach() if center is None else center))

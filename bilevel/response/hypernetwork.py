@@ -3,14 +3,18 @@ r"""What the three self-tuning networks share: an affine response :math:`w_0 + \
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
+from bilevel.autodiff import linearize
 from bilevel.hyper import Scale
-from bilevel.problem import Problem
+from bilevel.problem import Model, Problem
+from bilevel.responding import Responding
 from bilevel.response.base import BestResponse, Method
-from bilevel.structure import Dense
+from bilevel.structure import Examples, Theta, choose, make, respond
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +27,20 @@ class Hypernetwork(Method):
             :math:`-\tau\,\mathbb{H}[p(\epsilon|\sigma)]` added to the outer loss.
         perturb_outer: Evaluate the outer loss at :math:`\lambda + \epsilon`, as in ``eq:stn-val-obj``. None does so
             only when :math:`\sigma` is learned.
-        max_gigabytes: Refuse a response that takes more memory.
+        structure: How a weight responds: ``"dense"``, the full Jacobian; ``"rowwise"`` as in the paper, each row scaled
+            by a linear function of :math:`\lambda`; ``"none"``. A mapping chooses by pattern of the name, as in
+            ``{"head.*": "dense", "*.bias": "none"}``; what it does not name is ``"rowwise"``.
+        perturb: ``"example"`` draws a perturbation for each example of a batch, so that hyperparameters reach the inner
+            loss with shape ``(B, *shape)``; it needs a network whose weights respond by rows or not at all.
+            ``"batch"`` draws one for all, and works for any network and loss.
+        max_gigabytes: Refuse a dense response that takes more memory.
     """
 
     scale: float = 1.0
     entropy: float | None = None
     perturb_outer: bool | None = None
+    structure: str | Mapping[str, str] = "dense"
+    perturb: str = "batch"
     max_gigabytes: float = 4.0
 
     def __post_init__(self) -> None:
@@ -48,6 +60,8 @@ class Hypernetwork(Method):
             raise ValueError(f"{name}: perturb_outer must be True, False or None, got {self.perturb_outer!r}.")
         if self.entropy is not None and self.perturb_outer is False:
             raise ValueError(f"{name}: perturb_outer=False leaves a learned scale without a loss; use entropy=None.")
+        if self.perturb not in ("example", "batch"):
+            raise ValueError(f"{name}: perturb must be 'example' or 'batch', got {self.perturb!r}.")
         if not _is_number(self.max_gigabytes) or not self.max_gigabytes > 0:
             raise ValueError(f"{name}: max_gigabytes must be positive, got {self.max_gigabytes!r}.")
 
@@ -61,7 +75,10 @@ class HypernetworkResponse(BestResponse):
         """Start with no response to the hyperparameters."""
         super().__init__(problem)
         hyper = problem.initial_hyper()
-        self.theta = Dense(problem.params, hyper.numel(), max_gigabytes=settings.max_gigabytes)
+        kinds = choose(settings.structure, list(problem.params))
+        self.theta = make(problem.params, kinds, hyper.numel(), max_gigabytes=settings.max_gigabytes)
+        self._known = Examples(problem.evaluating)
+        self.per_example = _per_example(problem, kinds, settings.perturb)
         learned = settings.entropy is not None
         self.scale = Scale(
             hyper.numel(),
@@ -69,29 +86,81 @@ class HypernetworkResponse(BestResponse):
             entropy=settings.entropy,
             perturb_outer=learned if settings.perturb_outer is None else settings.perturb_outer,
             like=hyper,
+            shared=problem.space.shared(),
         )
 
-    def perturbation(self) -> Tensor:
+    def perturbation(self, batch: Any) -> Tensor:
         r"""Draw :math:`\epsilon \sim p(\epsilon | \sigma)`; the inner level does not train :math:`\sigma`.
 
-        Returns:
-            A tensor of shape ``(h,)``.
-        """
-        return self.scale.sample().detach()
+        Args:
+            batch: Whose examples are counted.
 
-    def affine(self, shift: Tensor, *, freeze_weights: bool = False) -> dict[str, Tensor]:
-        r"""The weights :math:`w_0 + \Theta\,\delta`.
+        Returns:
+            A tensor of shape ``(h,)``, or ``(B, h)`` with one for each example.
+        """
+        return self.scale.sample(self._examples(batch)).detach()
+
+    def outer_perturbation(self, batch: Any) -> Tensor | None:
+        """The same for the outer loss, differentiable in the scale.
 
         Args:
-            shift: :math:`\delta`, shape ``(h,)``.
-            freeze_weights: Detach :math:`w_0`, so that only :math:`\Theta` learns from the result.
+            batch: Of the outer loss.
 
         Returns:
-            One tensor per parameter.
+            None if the outer loss is not perturbed.
         """
-        change = self.theta(shift)
-        weights = self.inner.params()
-        return {name: (w.detach() if freeze_weights else w) + change[name] for name, w in weights.items()}
+        return self.scale.sample(self._examples(batch)) if self.scale.perturb_outer else None
+
+    def affine(
+        self, shift: Tensor, *, freeze_weights: bool = False, linearized: bool = False, update_buffers: bool = False
+    ) -> Model:
+        r"""The model with weights :math:`w_0 + \Theta\,\delta`.
+
+        Args:
+            shift: :math:`\delta`, shape ``(h,)`` or ``(B, h)``.
+            freeze_weights: Detach :math:`w_0`, so that only :math:`\Theta` learns from the result.
+            linearized: Replace predictions by their first-order expansion in :math:`\delta`.
+            update_buffers: Keep what the network does to its buffers.
+
+        Returns:
+            The model that a loss sees.
+        """
+        weights = {name: w.detach() if freeze_weights else w for name, w in self.inner.params().items()}
+        predict = self.inner.predictor(update_buffers=update_buffers)
+        if shift.ndim == 1:
+            change = self.theta(shift)
+            moved = {name: w + change[name] if name in change else w for name, w in weights.items()}
+            if predict is None or not linearized:
+                return self.inner.model(moved, update_buffers=update_buffers)
+            return Model(moved, linearize(predict, weights, change))
+        rows = self.theta.rows(shift) if isinstance(self.theta, Theta) else {}
+        params = {name: Responding(name, w, rows[name]) if name in rows else w for name, w in weights.items()}
+        return Model(params, respond(predict, weights, rows, self._known, linearized=linearized))
+
+    def _examples(self, batch: Any) -> int | None:
+        if not self.per_example:
+            return None
+        count = self.problem.examples(batch)
+        if count is None:
+            raise ValueError(
+                "perturb='example' needs the number of examples, but the batch has no tensor with a dimension: set "
+                "Problem(examples=...), or pass perturb='batch' to the method."
+            )
+        return count
+
+
+def _per_example(problem: Problem, kinds: Mapping[str, str], perturb: str) -> bool:
+    if perturb == "batch":
+        return False
+    if problem.module is None:
+        raise ValueError("perturb='example' needs a network, but inner is a mapping of tensors: use perturb='batch'.")
+    dense = [name for name, kind in kinds.items() if kind == "dense"]
+    if dense:
+        raise ValueError(
+            f"perturb='example' needs responses by rows, but {dense[0]!r} has structure 'dense', which would take a "
+            "weight for every example: use structure='rowwise', or perturb='batch'."
+        )
+    return True
 
 
 def _is_number(value: object) -> bool:

@@ -28,12 +28,12 @@ class STN(Hypernetwork):
     ill-conditioned and lets :math:`\lambda` drift (``eq:valid-undesirable``), and perturbing :math:`\phi_0` moves it
     away from the solution (``eq:linear-reg-incorrect``).
 
-    Its settings ``scale``, ``entropy``, ``perturb_outer`` and ``max_gigabytes`` are those of
-    :class:`bilevel.response.hypernetwork.Hypernetwork`.
+    Its settings ``scale``, ``entropy``, ``perturb_outer``, ``structure``, ``perturb`` and ``max_gigabytes`` are those
+    of :class:`bilevel.response.hypernetwork.Hypernetwork`.
 
     Example:
         >>> STN(scale=0.5)
-        STN(scale=0.5, entropy=None, perturb_outer=None, max_gigabytes=4.0)
+        STN(scale=0.5, entropy=None, perturb_outer=None, structure='dense', perturb='batch', max_gigabytes=4.0)
     """
 
     def bind(self, problem: Problem) -> STNResponse:
@@ -62,8 +62,8 @@ class STNResponse(HypernetworkResponse):
         Yields:
             The perturbed loss.
         """
-        sample = hyper + self.perturbation()
-        yield self.problem.inner_loss(self.inner.model(self.affine(sample), update_buffers=True), sample, batch)
+        sample = hyper + self.perturbation(batch)
+        yield self.problem.inner_loss(self.affine(sample, update_buffers=True), sample, batch)
 
     def forward(self, hyper: Tensor, train_batch: Any = None, center: Tensor | None = None) -> Model:
         r"""The model with weights :math:`\Phi \lambda + \phi_0`.
@@ -76,4 +76,4 @@ class STNResponse(HypernetworkResponse):
         Returns:
             The model.
         """
-        return self.inner.model(self.affine(hyper))
+        return self.affine(hyper)

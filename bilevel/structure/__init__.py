@@ -1,5 +1,25 @@
 """How the weights respond to the hyperparameters."""
 
+from bilevel.structure import attention, convolution, elementwise, linear, norms  # which register their rules
+from bilevel.structure.choice import STRUCTURES, Theta, choose, make
 from bilevel.structure.dense import Dense
+from bilevel.structure.respond import Examples, Respond, respond, rule
+from bilevel.structure.rowwise import Rowwise
 
-__all__ = ["Dense"]
+__all__ = [
+    "STRUCTURES",
+    "Dense",
+    "Examples",
+    "Respond",
+    "Rowwise",
+    "Theta",
+    "attention",
+    "choose",
+    "convolution",
+    "elementwise",
+    "linear",
+    "make",
+    "norms",
+    "respond",
+    "rule",
+]

@@ -88,7 +88,7 @@ def test_delta_predicts_with_a_jacobian_vector_product(seed):
     """f(x, w₀) + J_yw Θε as torch.func.jvp gives it, and ``params`` are w₀ + Θε."""
     network = Tanh(3, 4, 2, seed)
     response, _, noise, (x, _) = bound(DeltaSTN(), network, seed)
-    model = response.linearized(noise)
+    model = response.affine(noise, freeze_weights=True, linearized=True)
     weights = {name: value.detach() for name, value in response.inner.params().items()}
     change = {name: value.detach() for name, value in response.theta(noise).items()}
     value, slope = jvp(lambda params: functional_call(network, params, (x,)), (weights,), (change,))
@@ -178,7 +178,7 @@ def test_a_learned_scale_descends_the_perturbed_outer_loss_and_its_entropy(metho
     solver = solver_at(quadratic.problem(), settings, quadratic.weights, quadratic.theta, outer_lr=1.0)
     (z,) = randn(seed, quadratic.hyper.shape)
     perturbation = solver.response.scale
-    perturbation.sample = lambda: perturbation() * z
+    perturbation.sample = lambda examples=None: perturbation() * z
     raw = perturbation.raw.detach().clone()
     step = solver.outer_step()
     hyper, w = quadratic.hyper + scale * z, quadratic.weights + quadratic.theta @ (scale * z)

@@ -1,0 +1,119 @@
+r"""A weight that responds to a perturbation of its own for every example, without one weight for every example."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, NoReturn, final
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+class Rows(NamedTuple):
+    r"""The change of one weight, :math:`f \odot_{\text{row}} \mathbf{R}`, not multiplied out.
+
+    Attributes:
+        factor: One number per row, shape ``(rows,)``, or one per example and row, shape ``(B, rows)``.
+        template: :math:`\mathbf{R}`, of the shape of the weight.
+    """
+
+    factor: Tensor
+    template: Tensor
+
+    def change(self) -> Tensor:
+        """The product, for each example if there are several.
+
+        Returns:
+            A tensor of shape ``(*weight.shape,)`` or ``(B, *weight.shape)``.
+        """
+        if self.template.ndim == 0:
+            return self.factor.squeeze(-1) * self.template
+        return self.factor.reshape(*self.factor.shape, *[1] * (self.template.ndim - 1)) * self.template
+
+
+@final
+class Responding:
+    r"""What ``model.params`` holds for a weight that differs from example to example.
+
+    Penalties know it: :func:`bilevel.l2` and :func:`bilevel.l1` return one value per example, computed from sums over
+    the rows of :math:`\mathbf{W}` and :math:`\mathbf{R}`. Anything else raises.
+
+    Attributes:
+        name: Of the weight.
+        weight: :math:`\mathbf{W}`, which all examples share.
+        rows: Its change, one for each example.
+    """
+
+    def __init__(self, name: str, weight: Tensor, rows: Rows) -> None:
+        """Pair a weight with its change."""
+        self.name, self.weight, self.rows = name, weight, rows
+
+    def l2(self) -> Tensor:
+        r"""The sum of squares for each example.
+
+        .. math:: \sum_{rj} (W_{rj} + f_r R_{rj})^2
+            = \sum_r \left(\|W_r\|^2 + 2 f_r W_r^\top R_r + f_r^2 \|R_r\|^2\right)
+
+        Returns:
+            A tensor of shape ``(B,)``.
+        """
+        w, r = self._matrices()
+        factor = self.rows.factor
+        cross, square = (w * r).sum(1), (r * r).sum(1)
+        return (w * w).sum() + factor @ (2 * cross) + (factor * factor) @ square
+
+    def l1(self) -> Tensor:
+        r"""The sum of absolute values for each example.
+
+        A row contributes :math:`\sum_j |R_{rj}|\,|f_r - t_{rj}|` with :math:`t = -W / R`, which is linear between
+        neighbouring :math:`t`: sorted, with running sums, it takes one search per example and row.
+
+        Returns:
+            A tensor of shape ``(B,)``.
+        """
+        w, r = self._matrices()
+        zero = r == 0
+        bend = torch.where(zero, torch.inf, -w / torch.where(zero, 1.0, r)).detach()
+        bend, order = bend.sort(dim=1)
+        w, r = w.gather(1, order), r.gather(1, order)
+        # Without a slope there is no bend, and f lies to the left of infinity.
+        sign = torch.where(r == 0, -w.sign(), r.sign()).detach()
+        pad = w.new_zeros(len(w), 1)
+        # Up to entry k, f lies to the right of the bends, where |w + f r| = sign(r) (w + f r); beyond it, to the left.
+        offset = torch.cat([pad, (sign * w).cumsum(1)], 1)
+        slope = torch.cat([pad, (sign * r).cumsum(1)], 1)
+        place = torch.searchsorted(bend, self.rows.factor.detach().T.contiguous())  # (rows, B)
+        low, tilt = offset.gather(1, place), slope.gather(1, place)
+        rest_low, rest_tilt = offset[:, -1:] - low, slope[:, -1:] - tilt
+        return ((low - rest_low) + self.rows.factor.T * (tilt - rest_tilt)).sum(0)
+
+    def _matrices(self) -> tuple[Tensor, Tensor]:
+        rows = self.rows.factor.shape[-1]
+        return self.weight.reshape(rows, -1), self.rows.template.reshape(rows, -1)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        """Refuse to be used as a tensor."""
+        leaves = pytree.tree_leaves((args, kwargs))
+        next(leaf for leaf in leaves if isinstance(leaf, cls))._refuse(getattr(func, "__name__", str(func)))
+
+    def __getattr__(self, attribute: str) -> NoReturn:
+        """Refuse to be used as a tensor."""
+        if attribute.startswith("__"):
+            raise AttributeError(attribute)
+        self._refuse(attribute)
+
+    def _arithmetic(self, *others: Any) -> NoReturn:
+        self._refuse("arithmetic")
+
+    __add__ = __sub__ = __mul__ = __matmul__ = __truediv__ = __pow__ = __neg__ = __abs__ = _arithmetic
+    __radd__ = __rsub__ = __rmul__ = __rmatmul__ = __rtruediv__ = __rpow__ = __getitem__ = __len__ = __iter__ = (
+        _arithmetic
+    )
+    __lt__ = __le__ = __gt__ = __ge__ = _arithmetic
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise TypeError(
+            f"model.params[{self.name!r}] differs from example to example and cannot be used in {what}: take "
+            "bilevel.l2 or bilevel.l1 of it, or pass perturb='batch' to the method, with which it is a plain tensor."
+        )

@@ -1,0 +1,96 @@
+"""Multi-head attention, whose projections PyTorch hides in one function."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bilevel.structure.linear import linear
+from bilevel.structure.respond import Respond, rule
+
+
+@rule(F.multi_head_attention_forward)
+def attention(
+    mode: Respond,
+    function: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim_to_check: int,
+    num_heads: int,
+    in_proj_weight: Tensor | None,
+    in_proj_bias: Tensor | None,
+    bias_k: Tensor | None,
+    bias_v: Tensor | None,
+    add_zero_attn: bool,
+    dropout_p: float,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    training: bool = True,
+    key_padding_mask: Tensor | None = None,
+    need_weights: bool = True,
+    attn_mask: Tensor | None = None,
+    use_separate_proj_weight: bool = False,
+    q_proj_weight: Tensor | None = None,
+    k_proj_weight: Tensor | None = None,
+    v_proj_weight: Tensor | None = None,
+    static_k: Tensor | None = None,
+    static_v: Tensor | None = None,
+    average_attn_weights: bool = True,
+    is_causal: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Three projections, attention, and one more projection; time comes first, examples second."""
+    params = (in_proj_weight, in_proj_bias, q_proj_weight, k_proj_weight, v_proj_weight, out_proj_weight, out_proj_bias)
+    name = mode.name(*params, bias_k, bias_v)
+    if bias_k is not None or bias_v is not None or add_zero_attn or static_k is not None or static_v is not None:
+        reason = "with bias_k, bias_v, add_zero_attn, static_k or static_v"
+        raise NotImplementedError(mode.refusal(name, function, reason))
+    if query.ndim != 3:
+        raise ValueError(mode.refusal(name, function, "on an input without a dimension of examples"))
+    query, key, value = (x.transpose(0, 1) for x in (query, key, value))  # the rules expect examples first
+    mode.check(query, function, *params)
+    biases = [None] * 3 if in_proj_bias is None else _chunks(mode, in_proj_bias)
+    if use_separate_proj_weight:
+        weights = [q_proj_weight, k_proj_weight, v_proj_weight]
+    else:
+        assert in_proj_weight is not None
+        weights = [*_chunks(mode, in_proj_weight)]
+
+    def heads(x: Tensor, weight: Any, bias: Any) -> Tensor:
+        parts: Tensor = _maybe(mode, x, weight, bias).unflatten(-1, (num_heads, -1))
+        return parts.transpose(1, 2)
+
+    q, k, v = (heads(*parts) for parts in zip((query, key, value), weights, biases, strict=True))
+    scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+    for mask in (
+        None if attn_mask is None else attn_mask.unflatten(0, (-1, num_heads)) if attn_mask.ndim == 3 else attn_mask,
+        None if key_padding_mask is None else key_padding_mask[:, None, None, :],
+    ):
+        if mask is not None:
+            scores = scores.masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    shares = scores.softmax(-1)
+    mixed = F.dropout(shares, dropout_p, training) @ v
+    out = _maybe(mode, mixed.transpose(1, 2).flatten(2), out_proj_weight, out_proj_bias).transpose(0, 1)
+    if not need_weights:
+        return out, None
+    return out, shares.mean(1) if average_attn_weights else shares
+
+
+def _maybe(mode: Respond, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A linear layer, whether it responds or not."""
+    responds = mode.rows(weight) is not None or mode.rows(bias) is not None
+    return linear(mode, F.linear, x, weight, bias) if responds else F.linear(x, weight, bias)
+
+
+def _chunks(mode: Respond, weight: Tensor) -> list[Tensor]:
+    """The three parts of a joint projection, each responding with its own rows."""
+    rows = mode.rows(weight)
+    parts = [*weight.chunk(3)]
+    if rows is not None:
+        factors, templates = rows.factor.chunk(3, dim=1), rows.template.chunk(3)
+        for part, factor, template in zip(parts, factors, templates, strict=True):
+            mode.register(part, weight, template, factor)
+    return parts

@@ -1,0 +1,79 @@
+r"""The response of the paper: every row of a weight is scaled by a linear function of the hyperparameters.
+
+Section "Structured Hypernetwork Representation" and, for convolutions, ``append:conv-nn``:
+
+.. math::
+    \mathbf{W}(\lambda) &= \mathbf{W} + (\mathbf{U} \delta) \odot_{\text{row}} \mathbf{R} \\
+    \mathbf{b}(\lambda) &= \mathbf{b} + (\mathbf{V} \delta) \odot \mathbf{b}_R
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import final
+
+import torch
+from torch import Tensor, nn
+
+from bilevel.responding import Rows
+
+
+@final
+class Rowwise(nn.Module):
+    r"""The matrices :math:`\mathbf{U}` and :math:`\mathbf{R}` of every parameter.
+
+    A row is an index of dimension 0: an output unit of a linear layer, an output channel of a convolution, an entry of
+    a bias. A weight with n numbers and r rows takes n + r h numbers in addition to its own.
+
+    :math:`\mathbf{U}` starts at zero, so that nothing responds at first, and :math:`\mathbf{R}` like the weight of an
+    ordinary layer, so that :math:`\mathbf{U}` has a gradient; for biases and scales it starts at one.
+
+    Example:
+        >>> theta = Rowwise({"w": torch.zeros(3, 4)}, 2)
+        >>> theta(torch.ones(2))["w"].shape, sum(p.numel() for p in theta.parameters())
+        (torch.Size([3, 4]), 18)
+    """
+
+    def __init__(self, params: Mapping[str, Tensor], size: int) -> None:
+        """Draw the response of ``params`` to ``size`` hyperparameters."""
+        super().__init__()
+        self.names = list(params)
+        self.factors = nn.ParameterList([
+            nn.Parameter(weight.new_zeros(weight.shape[0] if weight.ndim else 1, size)) for weight in params.values()
+        ])
+        self.templates = nn.ParameterList([nn.Parameter(_template(weight)) for weight in params.values()])
+
+    def rows(self, shift: Tensor) -> dict[str, Rows]:
+        r"""The change of the weights for a shift :math:`\delta` of the hyperparameters, not multiplied out.
+
+        Args:
+            shift: Shape ``(h,)``, or ``(B, h)`` with one for each example.
+
+        Returns:
+            By name of the weight.
+        """
+        return {
+            name: Rows(shift.to(factor.dtype) @ factor.T, template)
+            for name, factor, template in zip(self.names, self.factors, self.templates, strict=True)
+        }
+
+    def forward(self, shift: Tensor) -> dict[str, Tensor]:
+        r"""The change of the weights, :math:`(\mathbf{U} \delta) \odot_{\text{row}} \mathbf{R}`.
+
+        Args:
+            shift: Shape ``(h,)``.
+
+        Returns:
+            One tensor per parameter, of its shape.
+        """
+        return {name: rows.change() for name, rows in self.rows(shift).items()}
+
+
+def _template(weight: Tensor) -> Tensor:
+    if weight.ndim < 2:
+        return torch.ones_like(weight)
+    bound = 1 / math.sqrt(weight[0].numel())
+    # Drawn in the order of the indices, so that the memory format changes nothing but speed.
+    drawn = torch.empty_like(weight, memory_format=torch.contiguous_format).uniform_(-bound, bound)
+    return torch.empty_like(weight).copy_(drawn)

@@ -1,0 +1,340 @@
+"""Every rule against weights that are multiplied out for each example, and ``torch.func.jvp`` of those."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.func import functional_call, jvp
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import bilevel
+from bilevel import structure
+from bilevel.structure import Examples, Rowwise, respond
+
+H = 3
+TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
+
+
+class Times(nn.Module):
+    """A position embedding, a scale for each feature, and one for all."""
+
+    def __init__(self, steps, size):
+        super().__init__()
+        self.position, self.scale = nn.Parameter(torch.randn(1, steps, size)), nn.Parameter(torch.randn(size))
+        self.one, self.inner = nn.Parameter(torch.tensor(0.7)), nn.Linear(size, size)
+
+    def forward(self, x):
+        x = self.inner(torch.tanh(x + self.position)) * self.scale
+        return torch.tanh(self.scale + x) * self.one
+
+
+class DropConnect(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.layer = nn.Linear(size, size + 1)
+        self.register_buffer("mask", (torch.rand(size + 1, size) > 0.5).double())
+
+    def forward(self, x):
+        return F.linear(torch.tanh(x), 2.0 * (self.layer.weight * self.mask) / 3, self.layer.bias)
+
+
+class Tied(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.embedding, self.decoder = nn.Embedding(7, size, padding_idx=0), nn.Linear(size, 7)
+        self.decoder.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.decoder(torch.tanh(self.embedding(tokens)))
+
+
+class Matrix(nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(size, 4)), nn.Parameter(torch.randn(4, 2))
+
+    def forward(self, x):
+        return torch.matmul(torch.tanh(x @ self.a), self.b)
+
+
+class Attention(nn.Module):
+    def __init__(self, size, *, batch_first, separate, bias, causal):
+        super().__init__()
+        extra = {"kdim": size + 1, "vdim": size + 2} if separate else {}
+        self.attention = nn.MultiheadAttention(size, 2, batch_first=batch_first, bias=bias, **extra)
+        self.inner = nn.Linear(size, size)
+        self.separate, self.batch_first, self.causal = separate, batch_first, causal
+
+    def forward(self, x):
+        x = torch.tanh(self.inner(x))
+        x = x if self.batch_first else x.transpose(0, 1)
+        key, value = (F.pad(x, (0, 1)), F.pad(x, (0, 2))) if self.separate else (x, x)
+        steps = x.shape[1 if self.batch_first else 0]
+        mask = torch.ones(steps, steps, dtype=torch.bool).triu(1) if self.causal else None
+        y, shares = self.attention(x, key, value, attn_mask=mask)
+        y = y if self.batch_first else y.transpose(0, 1)
+        return torch.cat([y, shares], -1)
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind, size, **options):
+        super().__init__()
+        self.net = kind(size, 3, batch_first=True, **options)
+
+    def forward(self, x):
+        return self.net(x)[0]
+
+
+@st.composite
+def networks(draw, kind):
+    """A network of one kind, and a batch; the number of time steps may equal that of the examples."""
+    torch.manual_seed(draw(st.integers(0, 2**16)))
+    count, steps = draw(st.integers(2, 4)), draw(st.integers(1, 4))
+    size = draw(st.sampled_from([2, 4]))
+    sequence = torch.randn(count, steps, size)
+    if kind == "linear":
+        net = nn.Sequential(nn.Linear(size, 3, bias=draw(st.booleans())), nn.Tanh(), nn.Linear(3, 4))
+        return net, sequence if draw(st.booleans()) else sequence[:, 0]
+    if kind.startswith(("conv", "transposed")):
+        dims, groups = int(kind[-1]), draw(st.sampled_from([1, 2]))
+        make = getattr(nn, ("Conv" if kind.startswith("conv") else "ConvTranspose") + f"{dims}d")
+        options = {"stride": draw(st.integers(1, 2)), "padding": draw(st.integers(0, 1)), "groups": groups}
+        options |= {"dilation": draw(st.integers(1, 2)), "bias": draw(st.booleans())}
+        net = nn.Sequential(make(4, 6, 2, **options), nn.Tanh(), make(6, 2, 1))
+        return net, torch.randn(count, 4, *[draw(st.integers(4, 5)) for _ in range(dims)])
+    if kind == "layer_norm":
+        return nn.Sequential(nn.Linear(size, 4), nn.LayerNorm(4, bias=draw(st.booleans())), nn.Tanh()), sequence
+    if kind == "layer_norm_of_images":
+        return nn.Sequential(nn.Conv2d(2, 3, 1), nn.LayerNorm((3, 2, 4)), nn.Tanh()), torch.randn(count, 2, 2, 4)
+    if kind == "rms_norm":
+        return nn.Sequential(nn.Linear(size, 4), nn.RMSNorm(4), nn.Tanh()), sequence
+    if kind in ("group_norm", "instance_norm"):
+        norm = nn.GroupNorm(2, 4) if kind == "group_norm" else nn.InstanceNorm2d(4, affine=True)
+        return nn.Sequential(nn.Conv2d(2, 4, 2), norm, nn.Tanh()), torch.randn(count, 2, 4, 4)
+    if kind == "elementwise":
+        return Times(steps, size), sequence
+    if kind == "drop_connect":
+        return DropConnect(size), sequence
+    if kind == "tied_embedding":
+        return Tied(size), torch.randint(7, (count, steps))
+    if kind == "matrix":
+        return Matrix(size), sequence
+    if kind == "attention":
+        options = {name: draw(st.booleans()) for name in ("batch_first", "separate", "bias", "causal")}
+        return Attention(size, **options), sequence
+    if kind == "encoder":
+        layer = nn.TransformerEncoderLayer(size, 2, 3, dropout=0.0, batch_first=True, norm_first=draw(st.booleans()))
+        return layer, sequence
+    make = {"lstm": bilevel.nn.LSTM, "gru": bilevel.nn.GRU}[kind]
+    return Recurrent(make, size, bidirectional=draw(st.booleans())), sequence
+
+
+KINDS = [
+    *("linear", "conv1", "conv2", "conv3", "transposed1", "transposed2", "transposed3", "layer_norm"),
+    *("layer_norm_of_images", "rms_norm", "group_norm", "instance_norm", "elementwise", "drop_connect"),
+    *("tied_embedding", "matrix", "attention", "encoder", "lstm", "gru"),
+]
+
+
+def setup(net, count):
+    """Weights, a random response, and a perturbation for each example."""
+    weights = {name: weight.detach().clone().requires_grad_() for name, weight in net.named_parameters()}
+    theta = Rowwise({name: weight.detach() for name, weight in weights.items()}, H)
+    for factor in theta.factors:
+        nn.init.normal_(factor, std=0.5)
+    return weights, theta, torch.randn(count, H)
+
+
+def one_by_one(net, weights, theta, noise, x, *, linearized):
+    """Each example with a weight of its own."""
+
+    def predict(params, i):
+        return functional_call(net, params, (x[i : i + 1],))
+
+    outputs = []
+    for i, shift in enumerate(noise):
+        change = theta(shift)
+        if linearized:
+            with sdpa_kernel(SDPBackend.MATH):
+                value, tangent = jvp(lambda params, i=i: predict(params, i), (weights,), (change,))
+            outputs.append(value + tangent)
+        else:
+            outputs.append(predict({name: weights[name] + change[name] for name in weights}, i))
+    return torch.cat(outputs)
+
+
+def compare(fast, slow, weights, theta, *, linearized):
+    """Outputs, and the gradients of all that is trained by them."""
+    torch.testing.assert_close(fast, slow, **TOLERANCE)
+    trained = [*theta.parameters()] + ([] if linearized else [*weights.values()])
+    direction = torch.linspace(-1, 1, fast.numel()).reshape(fast.shape)
+    gradients = [torch.autograd.grad((y * direction).sum(), trained, allow_unused=True) for y in (fast, slow)]
+    for ours, theirs, parameter in zip(*gradients, trained, strict=True):
+        zero = torch.zeros_like(parameter)
+        torch.testing.assert_close(zero if ours is None else ours, zero if theirs is None else theirs, **TOLERANCE)
+
+
+def run(net, weights, theta, noise, x, *, linearized):
+    """As the methods do: Δ-STN with frozen weights."""
+    used = {name: weight.detach() for name, weight in weights.items()} if linearized else weights
+
+    def predict(params, *args):
+        return functional_call(net, params, args)
+
+    examples = Examples(lambda: torch.no_grad())
+    return respond(predict, used, theta.rows(noise), examples, linearized=linearized)(x)
+
+
+@pytest.fixture(autouse=True)
+def double_precision():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize("linearized", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rule_is_a_weight_for_each_example(kind, linearized):
+    @settings(max_examples=8)
+    @given(networks(kind))
+    def check(drawn):
+        net, x = drawn
+        weights, theta, noise = setup(net, len(x))
+        fast = run(net, weights, theta, noise, x, linearized=linearized)
+        frozen = {name: weight.detach() for name, weight in weights.items()} if linearized else weights
+        slow = one_by_one(net, frozen, theta, noise, x, linearized=linearized)
+        compare(fast, slow, weights, theta, linearized=linearized)
+
+    check()
+
+
+@pytest.mark.parametrize("linearized", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_batch_norm_normalises_over_the_whole_batch(training, linearized):
+    """The reference multiplies out all weights and normalises what all examples became."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).train(training)
+    net[1].running_mean.normal_()
+    weights, theta, noise = setup(net, 6)
+    x = torch.randn(6, 3)
+    frozen = {name: weight.detach() for name, weight in weights.items()} if linearized else weights
+    stacked = {name: torch.stack([theta(shift)[name] for shift in noise]) for name in weights}
+
+    def reference(change):
+        w = {name: weight + change[name] for name, weight in frozen.items()}
+        y = torch.einsum("bi,boi->bo", x, w["0.weight"]) + w["0.bias"]
+        mean = y.mean(0) if training else net[1].running_mean
+        variance = y.var(0, unbiased=False) if training else net[1].running_var
+        y = (y - mean) / (variance + 1e-5).sqrt() * w["1.weight"] + w["1.bias"]
+        return torch.einsum("bi,boi->bo", y.tanh(), w["3.weight"]) + w["3.bias"]
+
+    if linearized:
+        zero = {name: torch.zeros_like(change) for name, change in stacked.items()}
+        slow = sum(jvp(reference, (zero,), (stacked,)))
+    else:
+        slow = reference(stacked)
+    fast = run(copy.deepcopy(net), weights, theta, noise, x, linearized=linearized)
+    compare(fast, slow, weights, theta, linearized=linearized)
+
+
+class Lost(nn.Module):
+    """Uses its weight in a way that has no rule."""
+
+    def __init__(self, use):
+        super().__init__()
+        self.weight, self.use = nn.Parameter(torch.randn(4, 4)), use
+
+    def forward(self, x):
+        return self.use(x, self.weight)
+
+
+@pytest.mark.parametrize(
+    ("use", "words"),
+    [
+        (lambda x, w: F.linear(x, w.T), ["weight", "__get__"]),
+        (lambda x, w: F.linear(x, w.exp()), ["exp"]),
+        (lambda x, w: torch.einsum("bi,oi->bo", x, w), ["einsum"]),
+        (lambda x, w: F.bilinear(x, x, w[None]), ["__getitem__"]),
+        (lambda x, w: x + w.sum(), ["sum"]),
+        (lambda x, w: x / w[0], ["__getitem__"]),
+        (lambda x, w: F.linear(x.T, w), ["linear", "(4, 6)", "6 examples"]),
+        (lambda x, w: F.linear(x.reshape(3, 2, 4), w), ["linear", "(3, 2, 4)"]),
+        (lambda x, w: torch.func.vmap(lambda row: w @ row)(x), ["weight"]),
+        (lambda x, w: (x, w), ["returns it as it is"]),
+        (lambda x, w: x[:4] * w, ["returns it as it is"]),  # which looks like a mask on a weight
+        (lambda x, w: F.linear(w, torch.ones(2, 4, dtype=w.dtype)), ["linear", "(4, 4)"]),
+    ],
+)
+@pytest.mark.parametrize("linearized", [False, True])
+def test_a_response_that_would_be_lost_is_refused(use, words, linearized):
+    net = Lost(use)
+    weights, theta, noise = setup(net, 6)
+    with pytest.raises((NotImplementedError, ValueError)) as raised:
+        run(net, weights, theta, noise, torch.randn(6, 4), linearized=linearized)
+    for word in [*words, "perturb='batch'", "'weight'"]:
+        assert word in str(raised.value)
+
+
+@pytest.mark.parametrize("linearized", [False, True])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x, w: F.linear(x.transpose(0, 1), w).transpose(0, 1),
+        lambda x, w: F.linear(x.flip(0), w),
+        lambda x, w: F.linear(x + x.mean(0), w),
+    ],
+)
+def test_examples_in_another_place_are_noticed_even_if_the_shape_fits(use, linearized):
+    """As many time steps as examples."""
+    net = Lost(use)
+    weights, theta, noise = setup(net, 4)
+    with pytest.raises(ValueError, match="does not count the 4 examples"):
+        run(net, weights, theta, noise, torch.randn(4, 4, 4), linearized=linearized)
+
+
+def test_a_users_operation_can_be_taught():
+    def double(x, weight):
+        if torch.overrides.has_torch_function((x, weight)):
+            return torch.overrides.handle_torch_function(double, (x, weight), x, weight)
+        return 2 * F.linear(x, weight)
+
+    net = Lost(double)
+    weights, theta, noise = setup(net, 5)
+    x = torch.randn(5, 4)
+    with pytest.raises(NotImplementedError, match="double"):
+        run(net, weights, theta, noise, x, linearized=True)
+
+    @structure.rule(double)
+    def doubled(mode, function, x, weight):
+        return 2 * structure.linear.linear(mode, F.linear, x, weight)
+
+    fast = run(net, weights, theta, noise, x, linearized=True)
+    frozen = {name: weight.detach() for name, weight in weights.items()}
+    slow = one_by_one(Lost(lambda x, w: 2 * F.linear(x, w)), frozen, theta, noise, x, linearized=True)
+    compare(fast, slow, weights, theta, linearized=True)
+
+
+def test_parameter_counts_are_those_of_the_paper():
+    """With the weights themselves: m' (2m + h), m' (2 + h), and 2p + 2hC for a convolution."""
+
+    def count(layer):
+        params = dict(layer.named_parameters())
+        own = sum(weight.numel() for weight in params.values())
+        return own + sum(parameter.numel() for parameter in Rowwise(params, H).parameters())
+
+    assert count(nn.Linear(5, 7, bias=False)) == 7 * (2 * 5 + H)
+    assert count(nn.Linear(5, 7)) - count(nn.Linear(5, 7, bias=False)) == 7 * (2 + H)
+    convolution = nn.Conv2d(3, 8, 5)
+    assert count(convolution) == 2 * sum(weight.numel() for weight in convolution.parameters()) + 2 * H * 8
+
+
+def test_a_weight_in_the_place_of_an_activation_is_refused_even_if_it_has_as_many_rows_as_examples():
+    net = Lost(lambda x, w: F.linear(w, torch.ones(2, 4, dtype=w.dtype)))
+    weights, theta, noise = setup(net, 4)
+    with pytest.raises(ValueError, match="'weight' is used by linear"):
+        run(net, weights, theta, noise, torch.randn(4, 3), linearized=False)

@@ -1,0 +1,100 @@
+"""Penalties of weights that differ from example to example, against the weights multiplied out."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from problems import SEEDS, assert_equal, randn
+
+from bilevel import l1, l2
+from bilevel.responding import Responding, Rows
+
+SHAPES = st.sampled_from([(), (1,), (4,), (3, 1), (3, 5), (2, 3, 2), (4, 2, 3, 3)])
+
+
+def responding(shape, count, seed, zeros=0.0):
+    """A weight, a template of which a share of the entries is zero, and factors; all leaves."""
+    weight, template, factor, chance = randn(seed, shape, shape, (count, shape[0] if shape else 1), shape)
+    template = torch.where(chance.abs() < 1.5 * zeros, 0.0, template)
+    leaves = [leaf.requires_grad_() for leaf in (weight, template, factor)]
+    return leaves, Responding("0.weight", weight, Rows(factor, template))
+
+
+def multiplied_out(weight, template, factor):
+    """One weight for each example, by a loop."""
+    if weight.ndim == 0:
+        return [weight + f[0] * template for f in factor]
+    return [torch.stack([w + f * r for w, f, r in zip(weight, fs, template, strict=True)]) for fs in factor]
+
+
+@pytest.mark.parametrize("penalty", [l1, l2])
+@given(shape=SHAPES, count=st.integers(1, 5), seed=SEEDS, zeros=st.sampled_from([0.0, 0.5, 2.0]))
+def test_penalties_equal_those_of_the_weights_multiplied_out(penalty, shape, count, seed, zeros):
+    """Values for each example, and gradients of any combination of them in the weight, the template and the factor."""
+    leaves, weight = responding(shape, count, seed, zeros)
+    slow = torch.stack([penalty([w]) for w in multiplied_out(*leaves)])
+    fast = penalty({"0.weight": weight})
+    assert fast.shape == (count,)
+    assert_equal(fast.detach(), slow.detach(), 1e-10)
+    (cotangent,) = randn(seed + 1, (count,))
+    found, expected = (torch.autograd.grad(value @ cotangent, leaves) for value in (fast, slow))
+    for one, other in zip(found, expected, strict=True):
+        assert_equal(one, other, 1e-10)
+
+
+@pytest.mark.parametrize("penalty", [l1, l2])
+def test_plain_weights_add_the_same_to_every_example(penalty):
+    """``model.params`` may hold both kinds."""
+    _, weight = responding((3, 2), 4, 0)
+    (plain,) = randn(1, (5,))
+    for params in ({"a": weight, "b": plain}, [plain, weight]):
+        assert_equal(penalty(params).detach(), (penalty([weight]) + penalty([plain])).detach(), 1e-12)
+    assert_equal(penalty(weight).detach(), penalty([weight]).detach(), 0)
+
+
+@given(count=st.integers(1, 4), seed=SEEDS)
+def test_l1_takes_each_side_of_a_bend(count, seed):
+    """At and beside the point where an entry changes its sign, and far away."""
+    (weight, template, _), _ = responding((2, 3), count, seed)
+    for factor in (0.0, 1e-3, 1e6, -1e6, *(-weight / template).detach()[0].tolist()):
+        rows = Rows(torch.full((count, 2), factor, dtype=torch.float64), template)
+        slow = torch.stack([l1([w]) for w in multiplied_out(weight, template, rows.factor)])
+        assert_equal(l1([Responding("w", weight, rows)]).detach(), slow.detach(), 1e-10)
+
+
+@given(shape=SHAPES, count=st.integers(1, 4), seed=SEEDS)
+def test_the_change_is_that_of_the_loop(shape, count, seed):
+    (weight, template, factor), entry = responding(shape, count, seed)
+    change = entry.rows.change().detach()
+    assert change.shape == (count, *shape)
+    assert_equal(change, (torch.stack(multiplied_out(weight, template, factor)) - weight).detach(), 1e-12)
+
+
+@pytest.mark.parametrize(
+    ("use", "word"),
+    [
+        (torch.sum, "sum"),
+        (lambda x: torch.stack([x, x]), "stack"),
+        (lambda x: x * 2, "arithmetic"),
+        (lambda x: 2 * x, "arithmetic"),
+        (lambda x: torch.ones(3) * x, "arithmetic"),
+        (lambda x: torch.mul(torch.ones(3), x), "mul"),
+        (lambda x: x > 0, "arithmetic"),
+        (lambda x: 2**x, "arithmetic"),
+        (lambda x: x + 1, "arithmetic"),
+        (lambda x: -x, "arithmetic"),
+        (lambda x: x**2, "arithmetic"),
+        (lambda x: x[0], "arithmetic"),
+        (list, "arithmetic"),
+        (lambda x: x.shape, "shape"),
+        (lambda x: x.square(), "square"),
+        (lambda x: x.detach(), "detach"),
+    ],
+)
+def test_everything_else_is_refused(use, word):
+    """By name of the weight, of the use, and of what to do."""
+    _, weight = responding((3, 2), 4, 0)
+    with pytest.raises(TypeError) as raised:
+        use(weight)
+    for part in ("'0.weight'", word, "perturb='batch'", "bilevel.l2"):
+        assert part in str(raised.value)
