@@ -111,7 +111,7 @@ def higher_unroll(task: Task) -> Hypergradient:
     def run() -> Tensor:
         with higher.innerloop_ctx(net, optimizer) as (model, steps):
             for _ in range(STEPS):
-                penalty = sum(d * w.square().sum() for d, w in zip(log_decay.exp(), model.parameters(), strict=True))
+                penalty = sum(d * (w * w).sum() for d, w in zip(log_decay.exp(), model.parameters(), strict=True))
                 steps.step(task.fit(model(task.train[0]), task.train[1]) + penalty)
             return torch.autograd.grad(task.fit(model(task.valid[0]), task.valid[1]), log_decay)[0]
 

@@ -31,7 +31,7 @@ class Task:
 
     def inner(self, weights: Sequence[Tensor], log_decay: Tensor) -> Tensor:
         """The inner loss."""
-        penalty = sum(d * w.square().sum() for d, w in zip(log_decay.exp(), weights, strict=True))
+        penalty = sum(d * (w * w).sum() for d, w in zip(log_decay.exp(), weights, strict=True))
         loss: Tensor = self.fit(self.predict(weights, self.train[0]), self.train[1]) + penalty
         return loss
 

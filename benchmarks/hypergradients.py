@@ -64,19 +64,19 @@ def plain(task: Task) -> Hypergradient:
 
     def step() -> None:
         optimizer.zero_grad()
-        penalty = sum(d * w.square().sum() for d, w in zip(decay, weights, strict=True))
+        penalty = sum(d * (w * w).sum() for d, w in zip(decay, weights, strict=True))
         (task.fit(net(task.train[0]), task.train[1]) + penalty).backward()
         optimizer.step()
 
     return step
 
 
-def ours(method: Callable[[Task], bilevel.Method]) -> Callable[[Task], Hypergradient]:
+def ours(method: Callable[[Task], bilevel.Method], *, compile: bool = False) -> Callable[[Task], Hypergradient]:
     """An outer step of a bilevel.Solver."""
 
     def prepare(task: Task) -> Hypergradient:
         def inner_loss(model: bilevel.Model, hyper: Mapping[str, Tensor], batch: Any) -> Tensor:
-            penalty = sum(d * w.square().sum() for d, w in zip(hyper["decay"], model.params.values(), strict=True))
+            penalty = sum(d * (w * w).sum() for d, w in zip(hyper["decay"], model.params.values(), strict=True))
             loss: Tensor = task.fit(model(batch[0]), batch[1]) + penalty
             return loss
 
@@ -94,6 +94,7 @@ def ours(method: Callable[[Task], bilevel.Method]) -> Callable[[Task], Hypergrad
             method=settings,
             inner_optimizer=lambda params: torch.optim.SGD(params, lr=task.scale / 2),
             outer_optimizer=lambda params: torch.optim.SGD(params, lr=0.0),
+            compile=compile,
         )
         batches = batch if isinstance(settings, bilevel.Implicit) else [batch] * STEPS
         return lambda: solver.outer_step(batches, task.valid).hypergradient
@@ -106,24 +107,35 @@ def cg(curvature: str) -> Callable[[Task], bilevel.Method]:
     return lambda task: bilevel.Implicit(bilevel.CG(max_steps=STEPS, rtol=0), curvature=curvature, warm_start=False)
 
 
+def neumann(task: Task) -> bilevel.Method:
+    """Our Neumann series."""
+    return bilevel.Implicit(bilevel.Neumann(max_steps=STEPS, scale=task.scale), warm_start=False)
+
+
+def unroll(**settings: Any) -> Callable[[Task], bilevel.Method]:
+    """Our unrolling."""
+    return lambda task: bilevel.Unrolled(steps=STEPS, **settings)
+
+
 METHODS: dict[str, tuple[str, Callable[[Task], Hypergradient]]] = {
     "bilevel CG": ("hessian", ours(cg("hessian"))),
+    "bilevel CG, compiled": ("hessian", ours(cg("hessian"), compile=True)),
     "betty CG": ("hessian", betty("cg")),
     "boat_torch CG": ("hessian", boat("conjugate_gradient")),
     "torchopt CG": ("hessian", torchopt_implicit("cg")),
     "jaxopt CG (jit)": ("hessian", jaxopt("cg")),
     "bilevel CG, Gauss-Newton": ("gauss_newton", ours(cg("gauss_newton"))),
-    "bilevel Neumann": (
-        "hessian",
-        ours(lambda task: bilevel.Implicit(bilevel.Neumann(max_steps=STEPS, scale=task.scale), warm_start=False)),
-    ),
+    "bilevel Neumann": ("hessian", ours(neumann)),
+    "bilevel Neumann, compiled": ("hessian", ours(neumann, compile=True)),
     "betty Neumann": ("hessian", betty("neumann")),
     "boat_torch Neumann": ("hessian", boat("neumann")),
     "torchopt Neumann": ("hessian", torchopt_implicit("neumann")),
     "bilevel Nystrom": ("hessian", ours(lambda task: bilevel.Implicit(bilevel.Nystrom(rank=STEPS), warm_start=False))),
-    "bilevel unrolled": ("unroll", ours(lambda task: bilevel.Unrolled(steps=STEPS))),
-    "bilevel unrolled, checkpoint": ("unroll", ours(lambda task: bilevel.Unrolled(steps=STEPS, checkpoint=True))),
-    "bilevel unrolled, forward": ("unroll", ours(lambda task: bilevel.Unrolled(steps=STEPS, mode="forward"))),
+    "bilevel unrolled": ("unroll", ours(unroll())),
+    "bilevel unrolled, compiled": ("unroll", ours(unroll(), compile=True)),
+    "bilevel unrolled, checkpoint": ("unroll", ours(unroll(checkpoint=True))),
+    "bilevel unrolled, forward": ("unroll", ours(unroll(mode="forward"))),
+    "bilevel forward, compiled": ("unroll", ours(unroll(mode="forward"), compile=True)),
     "higher unrolled": ("unroll", higher_unroll),
     "torchopt unrolled": ("unroll", torchopt_unroll),
     "jaxopt unrolled (jit)": ("unroll", jaxopt("unroll")),

@@ -179,7 +179,8 @@ def diagnose(
 
     Args:
         solver: At any point of a run.
-        train_batch: One batch for the inner loss. The larger, the better it stands for the inner problem.
+        train_batch: One batch for the inner loss. The larger, the better it stands for the inner problem. For
+            :class:`Unrolled` also a list of one for each step, the first of which is that of the reference.
         valid_batch: One batch for the outer loss.
         linear_solver: The reference. By default a dense solve for at most ``max_dense`` weights, otherwise :class:`CG`
             to rounding; :class:`MINRES`, at last with damping, if the matrix is singular or indefinite.
@@ -371,6 +372,8 @@ class _Point:
         self.method, self.problem = solver.method, solver.problem
         count = solver.response.unrolled_steps
         self.train_batch = [train_batch] * count if count else train_batch
+        if count and isinstance(train_batch, list) and len(train_batch) == count:  # as an outer step takes it
+            self.train_batch, train_batch = train_batch, train_batch[0]
         self.kind = curvature
         self.stream = solver.streams["loss"]
         self.hyper = solver.vector.detach().clone()

@@ -60,6 +60,7 @@ class DifferentiableOptimizer:
                 f"differentiate. Those of torch.optim that it can: {names}."
             )
         self.optimizer = optimizer
+        self.check_hooks()
         self.weights = list(weights)
         place = {id(weight): index for index, weight in enumerate(self.weights)}
         self._places = [[place[id(param)] for param in group["params"]] for group in optimizer.param_groups]
@@ -68,6 +69,19 @@ class DifferentiableOptimizer:
         # Without the hooks of the profiler around it, which take as long as a small step.
         self._step: Callable[[Optimizer], Any] = getattr(type(self._twin).step, "__wrapped__", type(self._twin).step)
         self.fresh = [_copy(entry) for entry in self.state()]  # plain steps write into the live one
+
+    def check_hooks(self) -> None:
+        """Refuse an optimizer that does something else around its steps, which would be left out.
+
+        Raises:
+            TypeError: If it has step hooks.
+        """
+        hooks = (self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks)
+        if any(hooks):
+            raise TypeError(
+                "inner_optimizer made an optimizer with step hooks, which unrolling cannot differentiate: put what "
+                "they do into inner_loss, or use a method that does not unroll."
+            )
 
     def state(self) -> list[dict[str, Any]]:
         """What the optimizer remembers now, one dict per weight.

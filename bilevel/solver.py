@@ -121,8 +121,9 @@ class Solver:
             inner_clip: Largest gradient norm, for the weights and for the response each.
             outer_clip: Largest gradient norm, for the hyperparameters and for the scale each.
             compile: Trace and compile the inner loss and its derivatives at the first outer step, for implicit and
-                unrolled methods: some seconds that pay off over many. Whatever ``inner_loss`` reads from Python beside
-                its arguments, tensors excepted, is frozen then. What cannot be compiled runs as it is, with a warning.
+                unrolled methods, which takes seconds to minutes. What ``inner_loss`` reads beside its arguments is
+                frozen then, except for tensors that are changed in place. What cannot be compiled runs as it is, with
+                a warning.
             seed: Of the solver's own random streams.
 
         Raises:
@@ -252,15 +253,19 @@ class Solver:
             if scale_gradient is not None:
                 gradients["scale"] = [scale_gradient]
             before = self._outer_state(gradients)
-            norms = self._set_gradients(gradients, "outer")
-            self._apply(gradients)
-            # The step is made before it is judged, so that all flags are read from the device at once.
-            moved = torch.cat([value.flatten() for value in self.hyper.values()])
-            step = norms.new_full((), self.outer_steps)
-            record = torch.stack([step, norms.sum(), loss.value.detach().to(norms), (moved * 0).sum()])
-            self._raise_if_bad(torch.stack([self._inner_record(), record]), before)
+            try:
+                norms = self._set_gradients(gradients, "outer")
+                self._apply(gradients)
+                # The step is made before it is judged, so that all flags are read from the device at once.
+                moved = torch.cat([value.flatten() for value in self.hyper.values()])
+                step = norms.new_full((), self.outer_steps)
+                record = torch.stack([step, norms.sum(), loss.value.detach().to(norms), (moved * 0).sum()])
+                self._raise_if_bad(torch.stack([self._inner_record(), record]))
+                self.response.commit()
+            except BaseException:
+                self._undo(before)
+                raise
         self.outer_steps += 1
-        self.response.commit()
         made = self.response.steps
         if made is not None:
             self.inner_steps += len(made.losses)
@@ -567,8 +572,8 @@ class Solver:
             for name in names
         }
 
-    def _undo(self, before: dict[str, Any] | None) -> None:
-        for name, (values, state) in (before or {}).items():
+    def _undo(self, before: dict[str, Any]) -> None:
+        for name, (values, state) in before.items():
             with torch.no_grad():
                 for param, value in zip(self._params[name], values, strict=True):
                     param.copy_(value)
@@ -638,12 +643,11 @@ class Solver:
         """The first bad inner step since the last check, on the device; zeros if there was none."""
         return torch.where(self._bad[0].isnan(), 0.0, self._bad)
 
-    def _raise_if_bad(self, records: Tensor, before: dict[str, Any] | None = None) -> None:
-        """Undo and raise if a record of an inner or of an outer step is not finite.
+    def _raise_if_bad(self, records: Tensor) -> None:
+        """Undo inner steps and raise if a record of an inner or of an outer step is not finite.
 
         Args:
             records: Two rows of step, gradient norm, loss, and the other terms (inner) or whether λ is finite (outer).
-            before: What to return to if the outer step was bad.
 
         Raises:
             DivergenceError: If one was.
@@ -653,29 +657,34 @@ class Solver:
             self._drop_gradients()
             self._bad = torch.full_like(self._bad, math.nan)
             undone = "That step has been undone."
-            self._undo(before)
+            if self.inner_steps <= int(inner_step) < self.inner_steps + self.response.unrolled_steps:
+                undone = "That step and the others of its outer step have been undone."
             if self._good is not None:
                 self._load(self._good)
                 undone = "It and all later steps have been undone."
             perturbed = f", at perturbed hyperparameters {others:g}" if others else ""
+            smaller = "" if self.response.scale is None else "use a smaller scale of the perturbation, "
             raise DivergenceError(
                 f"the inner loss is {inner_loss:g}{perturbed} and its gradient norm {inner_norm:g} at inner step "
                 f"{int(inner_step)}, counted from 0. {undone} Lower the inner learning rate, clip gradients "
-                "(inner_clip=1.0), use a smaller scale of the perturbation, or look for log, sqrt or division at zero."
+                f"(inner_clip=1.0), {smaller}or look for log, sqrt or division at zero."
             )
         self._good = None
         if math.isfinite(outer_norm + outer_loss + moved):
             return
-        self._undo(before)
         where = f"at outer step {int(outer_step)}, counted from 0. That step has been undone."
         if math.isfinite(outer_norm + outer_loss):
             raise DivergenceError(
                 f"a hyperparameter left the range of floating-point numbers {where} Lower the outer learning rate or "
                 "clip hypergradients (outer_clip=1.0); an interval keeps a hyperparameter within bounds."
             )
+        adaptive = ""
+        if self.response.unrolled_steps:
+            adaptive = " The steps of Adam and its like are steep where a gradient is zero: raise eps, or use SGD."
         raise DivergenceError(
             f"the outer loss is {outer_loss:g} and the norm of the hypergradient {outer_norm:g} {where} Lower the "
             "learning rates, clip hypergradients (outer_clip=1.0), or look for log, sqrt or division at zero."
+            + adaptive
         )
 
 

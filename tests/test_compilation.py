@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from bilevel.compilation import MAX_KINDS, Later, Staged
+from bilevel.compilation.staged import _close
 
 X = torch.linspace(-1, 1, 6, dtype=torch.float64)
 V = torch.linspace(2, 3, 6, dtype=torch.float64)
@@ -229,3 +230,17 @@ def test_autocast_is_part_of_the_kind():
     plain, half = (torch.float32,) * 2, (torch.bfloat16,) * 2
     assert dtypes == [plain, half, plain]
     assert compiled.working
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "same"),
+    [
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.0]), True),
+        (torch.tensor([float("nan"), 1.0]), torch.tensor([1.0, 1.0]), False),
+        (torch.tensor([float("nan"), 1.0]), torch.tensor([float("nan"), 1.0]), True),
+        (torch.tensor([7]), torch.tensor([3]), False),
+        (torch.tensor([1.0, 2.1]), torch.tensor([1.0, 2.0]), False),
+    ],
+)
+def test_the_first_results_are_compared_with_the_uncompiled_ones(found, expected, same):
+    assert _close([found], [expected]) is same

@@ -69,6 +69,7 @@ def test_unrolled_steps_are_as_far_from_the_limit_as_they_must_be(mode):
     assert found.norm_ratio == pytest.approx(1 - 0.8**3, abs=1e-12)
     assert found.jacobian.norm_ratio == pytest.approx(1 - 0.8**3, abs=1e-12)
     assert found.cosine == pytest.approx(1.0, abs=1e-12)
+    assert str(diagnose(solver, [None] * 3)) == str(found)
 
 
 @pytest.mark.parametrize("seed", range(2))

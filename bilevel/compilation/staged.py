@@ -36,7 +36,7 @@ class Staged:
 
     Called like the stage itself. Inputs are of the same kind if they agree in nesting, shapes, strides, dtypes and
     devices, and in everything that is not a tensor. Whatever else the stage reads is treated as in ``torch.jit.trace``:
-    tensors are read at every call, Python values are frozen at the first.
+    tensors are read at every call (changed in place, not replaced), Python values are frozen at the first.
 
     The first results of every kind are compared with those of the stage itself. If they differ, or if the stage cannot
     be traced or compiled, a warning says so, and the stage runs as it is from then on.
@@ -141,11 +141,18 @@ def _probe(like: Tensor) -> Tensor:
 
 
 def _close(found: Any, expected: Any) -> bool:
-    pairs = zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True)
+    pairs = [
+        (a, b)
+        for a, b in zip(pytree.tree_leaves(found), pytree.tree_leaves(expected), strict=True)
+        if isinstance(b, Tensor)
+    ]
+    real = [(a, b) for a, b in pairs if b.is_floating_point()]
+    if not all(torch.equal(a.isfinite(), b.isfinite()) for a, b in real):
+        return False
+    if not all(torch.equal(a, b) for a, b in pairs if not b.is_floating_point()):
+        return False
     compared = [
-        (float((a - b).nan_to_num().norm()), float(b.nan_to_num().norm()), torch.finfo(b.dtype).eps)
-        for a, b in pairs
-        if isinstance(b, Tensor) and b.is_floating_point()
+        (float((a - b).nan_to_num().norm()), float(b.nan_to_num().norm()), torch.finfo(b.dtype).eps) for a, b in real
     ]
     total = sum(size for _, size, _ in compared)
     # What is zero but for rounding is not compared with itself.

@@ -43,7 +43,12 @@ def check_dependence(curvature: Curvature, problem: Problem, family: str, *, sta
                 "Unrolled(restart=True) without truncate differentiates."
             )
         raise ValueError(
-            _misfit(family, name, "the gradient of inner_loss has no derivative in it (as with a random mask)")
+            _misfit(
+                family,
+                name,
+                "the gradient of inner_loss has no derivative in it (as with a random mask) on the first batch; one "
+                "that only outer_loss reads cannot be tuned so either",
+            )
         )
 
 

@@ -25,8 +25,10 @@ from bilevel.problem import Loss, Model, Problem
 from bilevel.response.base import BestResponse, Method
 from bilevel.response.compiled_curvature import CompiledCurvature, Products
 from bilevel.response.curvature import Curvature, GaussNewton, Hessian, flatten, unflatten
+from bilevel.response.fit import check_continuous, check_dependence
 from bilevel.rng import Stream
 
+FAMILY = "implicit differentiation"
 CURVATURES: dict[str, type[Curvature]] = {"hessian": Hessian, "gauss_newton": GaussNewton}
 
 
@@ -78,13 +80,8 @@ class Implicit(Method):
 
         Returns:
             A response of the problem's weights.
-
-        Raises:
-            ValueError: If a hyperparameter is an integer.
         """
-        for name, entry in problem.space.hyper.items():
-            if entry.discrete:
-                raise ValueError(_misfit(name, "it is an integer, which has no derivative"))
+        check_continuous(problem, FAMILY)
         return ImplicitResponse(problem, self)
 
 
@@ -200,18 +197,7 @@ class ImplicitResponse(BestResponse):
         return CURVATURES[self.settings.curvature](self.inner, hyper, batch)
 
     def _check_fit(self, curvature: Curvature) -> None:
-        """Refuse what has no second derivative, and hyperparameters on which the gradient does not depend.
-
-        Raises:
-            ValueError: If there is one.
-        """
-        ones = torch.ones_like(self.guess)
-        curvature.product(ones)
-        for name, part in curvature.cross_parts(ones).items():
-            if part is None:
-                raise ValueError(
-                    _misfit(name, "the gradient of inner_loss has no derivative in it (as with a random mask)")
-                )
+        check_dependence(curvature, self.problem, FAMILY)
         self._checked = True
 
 
@@ -232,10 +218,3 @@ class _Response(torch.autograd.Function):
         (hyper,) = ctx.saved_tensors
         gradient = ctx.response.solve(hyper, ctx.batch, flatten(cotangents))
         return None, None, gradient, *[None] * len(cotangents)
-
-
-def _misfit(name: str, why: str) -> str:
-    return (
-        f"implicit differentiation cannot tune hyper[{name!r}]: {why}. Methods that learn their response from "
-        "perturbed losses can: delta_stn, centered_stn, stn."
-    )

@@ -83,8 +83,9 @@ class Trajectory:
         else:
             for first in range(0, len(batches), segment):
                 some = batches[first : first + segment]
-                pulls.append(self._repeat(hyper, point, some))
-                point = self.run(hyper, point, some)
+                start, stream, done = point, Stream.current(self.step.inner.problem.device), len(self.losses)
+                point = self.run(hyper, start, some)
+                pulls.append(self._repeat(hyper, start, some, stream, torch.stack(self.losses[done:])))
 
         def pull_all(cotangent: Cotangent, total: Tensor) -> tuple[Cotangent, Tensor]:
             while pulls:
@@ -153,13 +154,21 @@ class Trajectory:
         self.aux = made.aux
         return made.point
 
-    def _repeat(self, hyper: Tensor, point: Point, batches: Sequence[Any]) -> Pull:
-        stream = Stream.current(self.step.inner.problem.device)
-
+    def _repeat(self, hyper: Tensor, point: Point, batches: Sequence[Any], stream: Stream, losses: Tensor) -> Pull:
         def pull(cotangent: Cotangent, total: Tensor) -> tuple[Cotangent, Tensor]:
             with stream():
                 again = Trajectory(self.step, self.compiled)
-                return again.record(hyper, point, batches, segment=None)[1](cotangent, total)
+                _, pull_again = again.record(hyper, point, batches, segment=None)
+            # Once a loss is NaN nothing can be compared, and it is reported anyway.
+            same = ((torch.stack(again.losses) == losses) | losses.isnan().any()).all()
+            if same.device.type == "cpu" and not bool(same):
+                raise RuntimeError(
+                    "checkpoint=True repeats inner steps, but inner_loss did not repeat its values. Draw its random "
+                    "numbers from torch's default generator and keep other changing values out, or use "
+                    "checkpoint=False."
+                )
+            # Elsewhere asking would stall the device: NaN is noticed at the end of the outer step.
+            return pull_again(cotangent, torch.where(same, total, torch.nan))
 
         return pull
 

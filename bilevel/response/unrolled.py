@@ -104,7 +104,7 @@ class Unrolled(Method):
         Returns:
             A response of the problem's weights.
         """
-        check_continuous(problem, "unrolling")
+        check_continuous(problem, FAMILY)
         if self.mode == "forward":
             check_memory(problem.params, problem.space.size, 4.0, remedy="use mode='reverse'")
         return UnrolledResponse(problem, self)
@@ -273,6 +273,7 @@ class UnrolledResponse(BestResponse):
     def _trajectory(self, mode: str) -> Trajectory:
         if self._step is None:
             raise RuntimeError("unrolling needs the optimizer of the weights: use it through a bilevel.Solver.")
+        self._step.optimizer.check_hooks()
         return Trajectory(self._step, self._compiled if mode == self.settings.mode else None)
 
     def _start(self, hyper: Tensor) -> Point:

@@ -711,3 +711,64 @@ class TestSolve:
                 solver.outer_step([target] * 3, target)
         rate = 2 * 0.8**6  # of the step towards the target, which the last task sees first
         torch.testing.assert_close(solver.hyper["start"], double(3 / (2 - rate)))
+
+
+def small(**changes):
+    """Three weights pulled to a hyperparameter."""
+    settings = {
+        "inner_loss": lambda model, hyper, batch: (model.params["w"] - hyper["x"]).square().sum(),
+        "outer_loss": lambda model, hyper, batch: (model.params["w"] - 1).square().sum(),
+        "hyper": {"x": bilevel.real([0.1, 0.2, 0.3])},
+    }
+    return bilevel.Problem({"w": torch.ones(3, dtype=torch.float64)}, **(settings | changes))
+
+
+def test_step_hooks_of_the_optimizer_are_refused_whenever_they_come():
+    def hooked(params):
+        optimizer = torch.optim.SGD(params, lr=0.1)
+        optimizer.register_step_post_hook(lambda *_: None)
+        return optimizer
+
+    with pytest.raises(TypeError, match="step hooks"):
+        bilevel.Solver(small(), method="unrolled", inner_optimizer=hooked)
+    bilevel.Solver(small(), method="implicit_cg", inner_optimizer=hooked)
+    solver = bilevel.Solver(small(), method="unrolled")
+    solver.optimizers["weights"].register_step_pre_hook(lambda *_: None)
+    with pytest.raises(TypeError, match="step hooks"):
+        solver.outer_step()
+
+
+def test_a_loss_that_does_not_repeat_is_noticed_under_checkpointing():
+    generator = torch.Generator().manual_seed(0)
+
+    def noisy(model, hyper, batch):
+        noise = torch.randn(3, generator=generator, dtype=torch.float64)
+        return (model.params["w"] * noise - hyper["x"]).square().sum()
+
+    problem = small(inner_loss=noisy)
+    bilevel.Solver(problem, method=bilevel.Unrolled(steps=4)).outer_step()
+    solver = bilevel.Solver(problem, method=bilevel.Unrolled(steps=4, checkpoint=True))
+    before = solver.state_dict()
+    with pytest.raises(RuntimeError, match="did not repeat its values"):
+        solver.outer_step()
+    assert torch.equal(before["vector"], solver.vector)
+
+
+def test_an_interrupt_while_the_steps_are_kept_undoes_the_outer_step(monkeypatch):
+    solver = bilevel.Solver(small(), method="unrolled")
+
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(solver.response, "commit", interrupt)
+    before = solver.vector.detach().clone()
+    with pytest.raises(KeyboardInterrupt):
+        solver.outer_step()
+    assert torch.equal(before, solver.vector)
+    assert (solver.inner_steps, solver.outer_steps) == (0, 0)
+
+
+def test_adams_slope_at_a_zero_gradient_is_explained():
+    problem = small(hyper={"x": bilevel.real([1.0, 1.0, 1.0])}, outer_loss=lambda m, h, b: m.params["w"].square().sum())
+    with pytest.raises(bilevel.DivergenceError, match="raise eps, or use SGD"):
+        bilevel.Solver(problem, method=bilevel.Unrolled(steps=60)).outer_step()
