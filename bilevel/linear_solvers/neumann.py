@@ -75,6 +75,7 @@ class Neumann(Iterative):
             if self.rtol > 0 and bool(~active | (size <= target)):
                 break
             x = torch.addcmul(x, r, torch.where(active, scale, 0.0))
+            r = b  # lets go of the residual while the next product needs memory
             steps = steps + active
         return Run(x, size, steps, (zero | (value > 0)).to(b.dtype), value)
 
