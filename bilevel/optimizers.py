@@ -139,7 +139,9 @@ class DifferentiableOptimizer:
             group.update(source, params=present)
         # Copies, because optimizers write into their state, and what a step has read must stay for its derivative.
         self._twin.state = defaultdict(dict, {weight: _copy(entry) for weight, entry in zip(new, state, strict=True)})
-        with nullcontext() if settings is None else _Symbolic(), _Smooth():
+        # Plain gradient descent has nothing to mend, and the mending takes time.
+        plain = isinstance(self._twin, torch.optim.SGD) and all(group["momentum"] == 0 for group in sources)
+        with nullcontext() if settings is None else _Symbolic(), nullcontext() if plain else _Smooth():
             self._step(self._twin)
         after = [dict(self._twin.state[weight]) for weight in new]
         # Whatever stayed here would keep its graph alive.
