@@ -7,6 +7,7 @@ hide their weights. These compute the same step by step, have the same parameter
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, final
 
 import torch
@@ -14,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-class _Recurrent(nn.RNNBase):
+class _Recurrent(nn.RNNBase, ABC):
     """The loop over layers, directions and time."""
 
+    @abstractmethod
     def _cell(self, gates: Tensor, hidden: Tensor, state: tuple[Tensor, ...], suffix: str) -> tuple[Tensor, ...]:
         """One step: from what the input adds to the gates and the last state to the next state, hidden part first."""
-        raise NotImplementedError
 
     def _run(self, x: Tensor, states: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         x = x if self.batch_first else x.transpose(0, 1)
