@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any
@@ -83,6 +83,54 @@ def primal_plus_tangent(output: Any) -> Any:
         The same nesting of plain tensors.
     """
     return map_tensors(_primal_plus_tangent, output, _plain)
+
+
+def vjp(
+    outputs: Sequence[Tensor | None],
+    inputs: Sequence[Tensor],
+    cotangents: Sequence[Tensor | None],
+    *,
+    retain_graph: bool = False,
+    create_graph: bool = False,
+) -> list[Tensor | None]:
+    """A vector-Jacobian product of tensors that have a graph.
+
+    Args:
+        outputs: None where there is no such output.
+        inputs: What to differentiate in.
+        cotangents: One per output; None stands for zero.
+        retain_graph: Leave the graph in place for another product.
+        create_graph: Make the product differentiable.
+
+    Returns:
+        One entry per input; None where nothing depends on it.
+
+    Raises:
+        RuntimeError: If an operation has no such derivative.
+
+    Example:
+        >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> vjp([x**2, None], [x], [torch.ones(2), None])
+        [tensor([2., 4.])]
+    """
+    pairs = zip(outputs, cotangents, strict=True)
+    live = [(y, u) for y, u in pairs if y is not None and y.requires_grad and u is not None]
+    if not live or not inputs:
+        return [None] * len(inputs)
+    ys, us = zip(*live, strict=True)
+    try:
+        return [
+            *torch.autograd.grad(
+                ys, inputs, us, retain_graph=retain_graph, create_graph=create_graph, allow_unused=True
+            )
+        ]
+    except RuntimeError as error:
+        if any(words in str(error) for words in ("is not implemented", "twice", "Double backward")):
+            error.add_note(
+                "inner_loss contains an operation without second derivatives, which implicit and unrolled methods "
+                "need. Replace it, or use method='centered_stn' or 'stn'."
+            )
+        raise
 
 
 def map_tensors(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bilevel.autodiff import map_tensors
+from bilevel.autodiff import map_tensors, vjp
 from bilevel.hyper import Named
 from bilevel.problem import Model, Variables
 
@@ -66,7 +66,7 @@ class Curvature(ABC):
         Returns:
             By name; None where the gradient of the inner loss does not depend on the hyperparameter.
         """
-        parts = _vjp(self.gradient, list(self.hyper.values()), unflatten(vector, self.weights))
+        parts = vjp(self.gradient, list(self.hyper.values()), unflatten(vector, self.weights), retain_graph=True)
         return dict(zip(self.hyper, parts, strict=True))
 
     def cross_vjp(self, vector: Tensor) -> Tensor:
@@ -93,9 +93,9 @@ class Curvature(ABC):
         leaves = list(self.hyper.values())
         with torch.enable_grad():
             dummies = [torch.zeros_like(weight).requires_grad_() for weight in self.weights]
-            transposed = _vjp(self.gradient, leaves, dummies, create_graph=True)
+            transposed = vjp(self.gradient, leaves, dummies, create_graph=True, retain_graph=True)
         # The transposed product is linear in the dummies, so that its derivative in them is the product itself.
-        return flatten(_zeros_for_none(_vjp(transposed, dummies, unflatten(vector, leaves)), dummies))
+        return flatten(_zeros_for_none(vjp(transposed, dummies, unflatten(vector, leaves), retain_graph=True), dummies))
 
 
 @final
@@ -111,7 +111,7 @@ class Hessian(Curvature):
         Returns:
             A tensor of shape ``(m,)``.
         """
-        parts = _vjp(self.gradient, self.weights, unflatten(vector, self.weights))
+        parts = vjp(self.gradient, self.weights, unflatten(vector, self.weights), retain_graph=True)
         return flatten(_zeros_for_none(parts, self.weights))
 
 
@@ -137,7 +137,7 @@ class GaussNewton(Curvature):
         super().__init__(inner, hyper, batch, check=check)
         with self.gate.closed():
             self.slopes = _gradient(self.loss, [*self.seen, *self.read])
-            bypass = _vjp([self.loss], self.weights, [torch.ones_like(self.loss)])
+            bypass = vjp([self.loss], self.weights, [torch.ones_like(self.loss)], retain_graph=True)
         if check and any(part is not None and bool(part.any()) for part in bypass):
             raise ValueError(
                 "curvature='gauss_newton' cannot see how inner_loss depends on the weights: it must do so through what "
@@ -146,7 +146,7 @@ class GaussNewton(Curvature):
             )
         with torch.enable_grad():
             self.dummies = [torch.zeros_like(output).requires_grad_() for output in self.outputs]
-            self.transposed = _vjp(self.outputs, self.weights, self.dummies, create_graph=True)
+            self.transposed = vjp(self.outputs, self.weights, self.dummies, create_graph=True, retain_graph=True)
 
     def _model(self, inner: Variables) -> Model:
         self.read = [self.gate(weight) for weight in self.weights]
@@ -176,11 +176,11 @@ class GaussNewton(Curvature):
             A tensor of shape ``(m,)``.
         """
         change = unflatten(vector, self.weights)
-        along = _zeros_for_none(_vjp(self.transposed, self.dummies, change), self.dummies)
+        along = _zeros_for_none(vjp(self.transposed, self.dummies, change, retain_graph=True), self.dummies)
         arguments = [*self.seen, *self.read]
         with self.gate.closed():
-            bent = _zeros_for_none(_vjp(self.slopes, arguments, [*along, *change]), arguments)
-        parts = _vjp([*self.outputs, *self.read], self.weights, bent)
+            bent = _zeros_for_none(vjp(self.slopes, arguments, [*along, *change], retain_graph=True), arguments)
+        parts = vjp([*self.outputs, *self.read], self.weights, bent, retain_graph=True)
         return flatten(_zeros_for_none(parts, self.weights))
 
 
@@ -237,29 +237,6 @@ def _gradient(loss: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
     if not loss.requires_grad:
         return [None] * len(inputs)
     return [*torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)]
-
-
-def _vjp(
-    outputs: Sequence[Tensor | None],
-    inputs: Sequence[Tensor],
-    cotangents: Sequence[Tensor],
-    *,
-    create_graph: bool = False,
-) -> list[Tensor | None]:
-    """A vector-Jacobian product that leaves the graph in place; None where there is no dependence."""
-    live = [(y, u) for y, u in zip(outputs, cotangents, strict=True) if y is not None and y.requires_grad]
-    if not live or not inputs:
-        return [None] * len(inputs)
-    ys, us = zip(*live, strict=True)
-    try:
-        return [*torch.autograd.grad(ys, inputs, us, retain_graph=True, create_graph=create_graph, allow_unused=True)]
-    except RuntimeError as error:
-        if any(words in str(error) for words in ("is not implemented", "twice", "Double backward")):
-            error.add_note(
-                "inner_loss contains an operation without second derivatives, which implicit differentiation needs. "
-                "Replace it, or use method='centered_stn' or 'stn'."
-            )
-        raise
 
 
 def _zeros_for_none(parts: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor]:

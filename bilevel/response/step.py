@@ -18,6 +18,7 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
+from bilevel.autodiff import vjp
 from bilevel.compilation import Later
 from bilevel.optimizers import DifferentiableOptimizer, clip, differentiable_entries
 from bilevel.problem import Loss, Variables
@@ -223,26 +224,6 @@ class Step:
     ) -> tuple[Point, Tensor]:
         clipped, norm = clip(gradients, self.clip)
         return Point(*self.optimizer.step(point.weights, clipped, point.state, settings), buffers), norm
-
-
-def vjp(
-    outputs: Sequence[Tensor | None],
-    inputs: Sequence[Tensor],
-    cotangents: Sequence[Tensor | None],
-    *,
-    retain_graph: bool = False,
-) -> Cotangent:
-    """A vector-Jacobian product.
-
-    Returns:
-        One entry per input; None where nothing depends on it.
-    """
-    pairs = zip(outputs, cotangents, strict=True)
-    live = [(y, u) for y, u in pairs if y is not None and y.requires_grad and u is not None]
-    if not live:
-        return [None] * len(inputs)
-    ys, us = zip(*live, strict=True)
-    return [*torch.autograd.grad(ys, inputs, us, retain_graph=retain_graph, allow_unused=True)]
 
 
 def _made(point: Point, norm: Tensor, loss: Loss, *, keep_graph: bool = False) -> Made:

@@ -13,8 +13,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from bilevel.autodiff import vjp
 from bilevel.compilation import Later, Stage, Staged
-from bilevel.response.step import Cotangent, Made, Point, Step, Tangent, vjp
+from bilevel.response.step import Cotangent, Made, Point, Step, Tangent
 from bilevel.rng import Stream
 
 Pull = Callable[[Cotangent, Tensor], tuple[Cotangent, Tensor]]

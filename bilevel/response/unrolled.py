@@ -27,13 +27,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.optim import Optimizer
 
+from bilevel.autodiff import vjp
 from bilevel.compilation import Staged
 from bilevel.optimizers import DifferentiableOptimizer
 from bilevel.problem import Loss, Model, Problem
 from bilevel.response.base import BestResponse, Method, Steps
 from bilevel.response.curvature import Hessian, flatten
 from bilevel.response.fit import check_continuous, check_dependence
-from bilevel.response.step import Point, Step, Tangent, vjp
+from bilevel.response.step import Point, Step, Tangent
 from bilevel.response.trajectory import Trajectory
 from bilevel.rng import Stream
 from bilevel.structure.dense import check_memory
