@@ -1,5 +1,6 @@
 """Applications of bilevel: they use its public names only."""
 
+import importlib
 from types import ModuleType
 
 
@@ -13,7 +14,6 @@ def sklearn_datasets() -> ModuleType:
         ImportError: If it is not installed.
     """
     try:
-        from sklearn import datasets
+        return importlib.import_module("sklearn.datasets")
     except ImportError as error:
         raise ImportError("the built-in data needs scikit-learn: pip install 'bilevel[applications]'.") from error
-    return datasets

@@ -12,8 +12,8 @@ wrong labels too: where they give them a low probability (AUC), where they predi
     python -m applications.cleaning --data DIR        # MNIST or FashionMNIST: DIR/train-images-idx3-ubyte.gz, ...
 
 Two kinds of methods do not fit, and can be tried with --methods. Those that learn a response (stn, centered_stn,
-delta_stn) keep (weights of the network) × (examples) numbers, which are refused above 4 GB and, below, see each weight
-only through the noise of all others. And unrolled_forward pushes one tangent per example through every step.
+delta_stn) see the weight of each example only through the noise of all others. And unrolled_forward pushes one tangent per
+example through every step.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def clean(method: str, data: Data, *, rounds: int, seed: int, progress: bool = F
         net,
         inner_loss=train_loss,
         outer_loss=valid_loss,
-        hyper={"weight": bilevel.interval(0.0, 1.0, init=torch.full((len(data.corrupted),), 0.5))},
+        hyper={"weight": bilevel.interval(0.0, 1.0, init=torch.full((len(data.corrupted),), 0.5), shared=True)},
     )
     curve: dict[int, float] = {}
     started = time.process_time()

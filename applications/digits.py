@@ -140,10 +140,12 @@ def tune(method: str, net: MLP, data: dict[str, TensorDataset], *, rounds: int, 
         seed=seed,
     )
     seconds = time.perf_counter() - started
+    best = solution.best
+    assert best is not None
     net = copy.deepcopy(net)
-    net.load_state_dict(solution.best.state_dict)
+    net.load_state_dict(best.state_dict)
     test = evaluate(net, data["test"])
-    return Run(method, solution.hyper, solution.best.validation_loss, *test, solution.history, seconds)
+    return Run(method, solution.hyper, best.validation_loss, *test, solution.history, seconds)
 
 
 def train_fixed(net: MLP, data: dict[str, TensorDataset], *, rounds: int, seed: int, progress: bool) -> Run:
@@ -210,6 +212,7 @@ def draw(runs: list[Run], path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.lines import Line2D
 
     figure, axes = plt.subplots(1, 7, figsize=(21, 3.2), layout="constrained")
     colors = {name: f"C{index}" for index, name in enumerate(dict.fromkeys(run.name for run in runs))}
@@ -224,7 +227,7 @@ def draw(runs: list[Run], path: Path) -> None:
         axis.grid(alpha=0.3)
         if not column.startswith("dropout"):
             axis.set_yscale("log")
-    axes[0].legend(handles=[plt.Line2D([], [], color=color, label=name) for name, color in colors.items()])
+    axes[0].legend(handles=[Line2D([], [], color=color, label=name) for name, color in colors.items()])
     figure.savefig(path, dpi=110)
 
 

@@ -1,10 +1,59 @@
-"""Does a saved state belong to a solver?"""
+"""Files from which a run goes on: written whole or not at all, and read only if they are what was written."""
 
 from __future__ import annotations
 
+import hashlib
+import io
+import os
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
+
+MAGIC = b"bilevel checkpoint 1\n"
+
+
+def save(path: Path, state: dict[str, Any]) -> None:
+    """Write a state of tensors and plain types, with a checksum, in one piece.
+
+    An interrupt leaves the former file.
+    """
+    content = io.BytesIO()
+    torch.save(state, content)
+    digest = hashlib.sha256(content.getbuffer()).hexdigest().encode()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f"{path.name}.part")
+    with part.open("wb") as file:
+        file.write(MAGIC + digest + b"\n")
+        file.write(content.getbuffer())
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read what :func:`save` wrote, to the CPU.
+
+    Returns:
+        The state.
+
+    Raises:
+        ValueError: If the file is something else, or damaged.
+    """
+    content = path.read_bytes()
+    digest, newline, rest = content[len(MAGIC) :].partition(b"\n")
+    if not content.startswith(MAGIC) or not newline:
+        raise ValueError(f"checkpoint: {path} was not written by bilevel; choose another name, or remove it.")
+    found = hashlib.sha256(rest).hexdigest()
+    if found != digest.decode(errors="replace"):
+        raise ValueError(
+            f"checkpoint: {path} is damaged, its SHA-256 is {found} instead of {digest.decode(errors='replace')}; "
+            "remove it to start anew."
+        )
+    # PyTorch itself does not notice a flipped bit.
+    state: dict[str, Any] = torch.load(io.BytesIO(rest), map_location="cpu", weights_only=True)
+    return state
 
 
 def check_layout(path: str, saved: Any, own: Any) -> None:

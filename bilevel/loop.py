@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -18,6 +19,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from bilevel.arguments import check_integer, check_loader, length
+from bilevel.checkpoint import load, save
 from bilevel.history import LEADING, History, plot
 from bilevel.hyper import Space
 from bilevel.problem import Problem
@@ -128,12 +130,14 @@ def solve(
     compile: bool = False,
     inner_steps: int | None = None,
     outer_steps: int = 1,
+    accumulate: int = 1,
     warmup: int = 0,
     steps: int | None = None,
     epochs: int | None = None,
     evaluate_every: int | None = None,
     patience: int | None = None,
     time_budget: float | None = None,
+    checkpoint: str | Path | None = None,
     callbacks: Sequence[Callable[[Round], bool | None]] = (),
     progress: bool | None = None,
     seed: int = 0,
@@ -159,6 +163,9 @@ def solve(
         inner_steps: :math:`T_{\text{train}}`. 5 by default; 0 for methods such as :class:`Unrolled`, whose outer steps
             train the weights themselves.
         outer_steps: :math:`T_{\text{valid}}`.
+        accumulate: Batches of ``train`` per inner update, whose gradients are averaged: the update of a large batch in
+            the memory of a small one. An outer step still takes one batch of each set. Methods such as
+            :class:`Unrolled` cannot have more than 1.
         warmup: Rounds in which the hyperparameters do not move; perturbations stay on, and as many inner steps are made
             as in any other round.
         steps: Number of rounds, 1000 unless ``epochs`` is given.
@@ -166,6 +173,9 @@ def solve(
         evaluate_every: Rounds between full validation passes; by default one after every pass over ``train``.
         patience: Stop after that many full validation passes without a new best.
         time_budget: Stop after that many seconds.
+        checkpoint: A file that keeps the run, written after every full validation pass and at the end. If it is there
+            already, the run goes on from it, as if it had never stopped, as long as the loaders draw random numbers
+            only when a pass begins, as a ``DataLoader`` does. What callbacks gather is not kept.
         callbacks: Called with a :class:`Round` after every round; one that returns True ends the run.
         progress: Show a progress bar; by default unless the environment variable ``CI`` is set.
         seed: Of the solver's own random streams; the global random state is not touched.
@@ -199,7 +209,7 @@ def solve(
         callbacks,
         progress,
         time_budget,
-        counts={"outer_steps": (outer_steps, 1), "warmup": (warmup, 0)},
+        counts={"outer_steps": (outer_steps, 1), "accumulate": (accumulate, 1), "warmup": (warmup, 0)},
         optional={"steps": steps, "epochs": epochs, "evaluate_every": evaluate_every, "patience": patience},
     )
     if epochs is not None and train is None:
@@ -217,7 +227,7 @@ def solve(
         compile=compile,
         seed=seed,
     )
-    inner_steps = _inner_steps(solver, inner_steps, warmup)
+    inner_steps = _inner_steps(solver, inner_steps, accumulate, warmup)
     names = [*LEADING, *(column for name, h in problem.space.hyper.items() for column in Space.columns({name: h.init}))]
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
@@ -230,26 +240,26 @@ def solve(
         valid_loader=valid,
         inner_steps=inner_steps,
         outer_steps=outer_steps,
+        accumulate=accumulate,
         warmup=warmup,
         evaluate_every=evaluate_every,
         schedule_by_epoch=epochs is not None,
     )
+    file = None if checkpoint is None else Path(checkpoint)
+    if file is not None and file.exists():
+        run.load_state_dict(load(file))
+    ends = partial(_why_to_end, run, limit, epochs, patience, time_budget)
+    run.stopped = ends() if run.rounds else None
     try:
         with _progress_bar(_expected_rounds(train, run.batches_per_round, limit, epochs), progress) as bar:
+            bar.update(run.rounds)
             while run.stopped is None:
                 event = run.round()
                 bar.update()
                 bar.set_postfix_str(_postfix(event), refresh=False)
-                if _call(callbacks, event):
-                    run.stopped = "callback"
-                elif limit is not None and event.index >= limit:
-                    run.stopped = "steps"
-                elif epochs is not None and run.train.passes >= epochs:
-                    run.stopped = "epochs"
-                elif patience is not None and run.stale >= patience:
-                    run.stopped = "patience"
-                elif time_budget is not None and run.seconds >= time_budget:
-                    run.stopped = "time"
+                run.stopped = "callback" if _call(callbacks, event) else ends()
+                if file is not None and (run.stopped is not None or event.validation_loss is not None):
+                    save(file, run.state_dict())
             run.finish()
     except KeyboardInterrupt:
         run.stopped = "interrupted"
@@ -278,6 +288,7 @@ class Feed:
         self._length = length(self.loader)
         self._given = 0
         self._iterator: Any = None
+        self._start = stream.state_dict()
 
     def __next__(self) -> Any:
         """The next batch.
@@ -290,6 +301,7 @@ class Feed:
         """
         with self.stream():
             if self._iterator is None:
+                self._start = self.stream.state_dict()
                 self._iterator = iter(self.loader)
             for batch in self._iterator:
                 self._given += 1
@@ -305,6 +317,30 @@ class Feed:
                 raise ValueError(f"{self.name} yielded no batch in pass {self.passes + 1}: give at least one batch.")
             self._end_pass()
         return next(self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is.
+
+        Returns:
+            Plain types and tensors.
+        """
+        return {"passes": self.passes, "given": self._given, "start": self._start}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to where another feed of the same loader was; leaves the stream somewhere else.
+
+        Raises:
+            ValueError: If the loader gives fewer batches.
+        """
+        self.passes = state["passes"]
+        self.stream.load_state_dict(state["start"])
+        for index in range(state["given"]):
+            next(self)
+            if self.passes != state["passes"]:
+                raise ValueError(
+                    f"checkpoint: the run stopped after batch {state['given']} of {self.name}, which has only "
+                    f"{index + 1} now; give the loader of that run."
+                )
 
     def _end_pass(self) -> None:
         self.passes += 1
@@ -322,6 +358,7 @@ class _Run:
     valid_loader: Iterable[Any] | None
     inner_steps: int
     outer_steps: int
+    accumulate: int
     warmup: int
     evaluate_every: int | None
     schedule_by_epoch: bool
@@ -333,9 +370,14 @@ class _Run:
     started: float = field(default_factory=time.perf_counter)
 
     @property
-    def batches_per_round(self) -> int:
+    def steps_per_round(self) -> int:
         """Inner steps in a round, those that outer steps make included."""
         return self.inner_steps + self.outer_steps * self.solver.response.unrolled_steps
+
+    @property
+    def batches_per_round(self) -> int:
+        """Batches of the training set in a round."""
+        return self.steps_per_round * self.accumulate
 
     @property
     def seconds(self) -> float:
@@ -347,9 +389,9 @@ class _Run:
         index, passes = self.rounds + 1, self.train.passes
         warm = index <= self.warmup
         losses, batch, outer = [], None, None
-        for _ in range(self.batches_per_round if warm else self.inner_steps):
-            batch = next(self.train)
-            losses.append(self.solver.inner_step(batch))
+        for _ in range(self.steps_per_round if warm else self.inner_steps):
+            *others, batch = (next(self.train) for _ in range(self.accumulate))
+            losses.append(self.solver.inner_step(*others, batch))
         if warm:
             self.solver.check()
             self.history.append(self._row(index, losses, None))
@@ -374,6 +416,53 @@ class _Run:
             validation_loss=row.get("validation_loss"),
             inner_aux=self.solver.inner_aux,
         )
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a later call needs to go on.
+
+        Returns:
+            Plain types and tensors.
+        """
+        return {
+            "solver": self.solver.state_dict(),
+            "settings": self._settings(),
+            "feeds": {feed.name: feed.state_dict() for feed in (self.train, self.valid)},
+            "rows": self.history.rows,
+            "best": None if self.best is None else vars(self.best),
+            "stale": self.stale,
+            "rounds": self.rounds,
+            "seconds": self.seconds,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there.
+
+        Raises:
+            ValueError: If it belongs to another kind of run.
+        """
+        for name, value in self._settings().items():
+            before = state["settings"][name]
+            if before != value:
+                raise ValueError(
+                    f"checkpoint: the run was started with {name}={before!r}, this call has {value!r}; give the same, "
+                    "or another file."
+                )
+        for feed in (self.train, self.valid):
+            feed.load_state_dict(state["feeds"][feed.name])
+        self.solver.load_state_dict(state["solver"])  # and with it the streams that the feeds moved
+        self.history.rows = [dict(row) for row in state["rows"]]
+        self.best = None if state["best"] is None else Best(**self.solver.to_device(state["best"]))
+        self.stale, self.rounds = state["stale"], state["rounds"]
+        self.started = time.perf_counter() - state["seconds"]
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "inner_steps": self.inner_steps,
+            "outer_steps": self.outer_steps,
+            "accumulate": self.accumulate,
+            "warmup": self.warmup,
+            "evaluate_every": self.evaluate_every,
+        }
 
     def finish(self) -> None:
         """Measure the validation loss of the last round, if it has not been."""
@@ -446,6 +535,18 @@ def _check_run(
         raise TypeError(f"callbacks must be a list of functions of a bilevel.Round, got {callbacks!r}.")
 
 
+def _why_to_end(
+    run: _Run, steps: int | None, epochs: int | None, patience: int | None, time_budget: float | None
+) -> str | None:
+    if steps is not None and run.rounds >= steps:
+        return "steps"
+    if epochs is not None and run.train.passes >= epochs:
+        return "epochs"
+    if patience is not None and run.stale >= patience:
+        return "patience"
+    return "time" if time_budget is not None and run.seconds >= time_budget else None
+
+
 def _call(callbacks: Sequence[Callable[[Round], bool | None]], event: Round) -> bool:
     answers = [callback(event) for callback in callbacks]
     for answer in answers:
@@ -454,9 +555,14 @@ def _call(callbacks: Sequence[Callable[[Round], bool | None]], event: Round) -> 
     return True in answers
 
 
-def _inner_steps(solver: Solver, inner_steps: int | None, warmup: int) -> int:
+def _inner_steps(solver: Solver, inner_steps: int | None, accumulate: int, warmup: int) -> int:
     """The number of inner steps, if it goes with the method."""
     response = solver.response
+    if response.unrolled_steps and accumulate > 1:
+        raise ValueError(
+            f"accumulate must be 1 with {solver.method}, whose outer steps make inner steps on one batch each; got "
+            f"{accumulate}. Give larger batches, or use an implicit method or a self-tuning network."
+        )
     if inner_steps is None:
         inner_steps = 0 if response.unrolled_steps else 5
     check_integer("inner_steps", inner_steps, 0 if response.unrolled_steps else 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -66,8 +67,8 @@ class DifferentiableOptimizer:
         self._places = [[place[id(param)] for param in group["params"]] for group in optimizer.param_groups]
         groups = [{"params": group["params"], **self._settings(group)} for group in optimizer.param_groups]
         self._twin = type(optimizer)(groups, differentiable=True, foreach=False)  # type: ignore[call-arg]
-        # Without the hooks of the profiler around it, which take as long as a small step.
-        self._step: Callable[[Optimizer], Any] = getattr(type(self._twin).step, "__wrapped__", type(self._twin).step)
+        # Without the hooks of the profiler and the compiler around it, which take as long as a small step.
+        self._step: Callable[[Optimizer], Any] = inspect.unwrap(type(self._twin).step)
         self.fresh = [_copy(entry) for entry in self.state()]  # plain steps write into the live one
 
     def check_hooks(self) -> None:

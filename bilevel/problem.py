@@ -142,6 +142,7 @@ class Problem:
         self._modules = [] if self.module is None else list(self.module.modules())
         self._module_ids = frozenset(map(id, self._modules))
         self._passes = 0
+        self._ties = {} if self.module is None else _ties(self.module)
         self.space = Space(hyper)
         self.examples = examples or _first_dimension
         self.user_losses = {"inner_loss": inner_loss, "outer_loss": outer_loss}
@@ -260,9 +261,11 @@ class Problem:
         """
         if self.module is None:
             raise TypeError("the problem has no network to call.")
+        # Known from the start: to find them out takes as long as the swap of the tensors.
+        tensors |= {twin: tensors[name] for twin, name in self._ties.items() if name in tensors}
         self._passes += 1
         try:
-            return functional_call(self.module, tensors, args, kwargs)
+            return functional_call(self.module, tensors, args, kwargs, tie_weights=False)
         finally:
             self._passes -= 1
 
@@ -321,6 +324,12 @@ class Problem:
                 result = self.user_losses[name](model, values, batch)
             except Exception as error:
                 error.add_note(f"Raised while evaluating {name}(model, hyper, batch); {self._describe(batch)}")
+                if isinstance(hyper, Tensor) and hyper.ndim == 2:
+                    error.add_note(
+                        f"There is one perturbation per example: every hyper[...] has shape ({len(hyper)}, ...) here. "
+                        "Use the helpers of bilevel.functional and index from the right (hyper[...][..., i]), or pass "
+                        "perturb='batch' to the method."
+                    )
                 raise
         value, aux = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
         if not isinstance(value, Tensor):
@@ -456,6 +465,14 @@ def _trainable(inner: Any) -> dict[str, Tensor]:
         twins = [key for key, value in inner.items() if id(value) == name]
         raise ValueError(f"inner: {' and '.join(map(repr, twins))} are the same tensor; give it one name.")
     return dict(inner)
+
+
+def _ties(module: nn.Module) -> dict[str, str]:
+    """Further names of parameters and buffers that a module holds several times, with the first one of each."""
+    everything = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    first: dict[int, str] = {}
+    names = [(name, first.setdefault(id(value), name)) for name, value in everything]
+    return {twin: name for twin, name in names if twin != name}
 
 
 def _check_kind(argument: str, params: Mapping[str, Tensor]) -> None:

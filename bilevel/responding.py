@@ -91,6 +91,16 @@ class Responding:
         rows = self.rows.factor.shape[-1]
         return self.weight.reshape(rows, -1), self.rows.template.reshape(rows, -1)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weight."""
+        return self.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of the weight."""
+        return self.weight.device
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
         """Refuse to be used as a tensor."""

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from bilevel.arguments import check_clip, check_flag, check_integer, check_loader, make_optimizer, make_scheduler
 from bilevel.checkpoint import check_layout
+from bilevel.compilation import OfModule
 from bilevel.hyper import Named
 from bilevel.linear_solvers import LinearSolverError
 from bilevel.problem import Loss, Model, Problem
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 HALF = (torch.float16, torch.bfloat16)
 OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
+Part = TypeVar("Part", Tensor, Tensor | None)
 
 
 class DivergenceError(RuntimeError):
@@ -120,10 +122,11 @@ class Solver:
             outer_scheduler: The same for each outer optimizer.
             inner_clip: Largest gradient norm, for the weights and for the response each.
             outer_clip: Largest gradient norm, for the hyperparameters and for the scale each.
-            compile: Trace and compile the inner loss and its derivatives at the first outer step, for implicit and
-                unrolled methods, which takes seconds to minutes. What ``inner_loss`` reads beside its arguments is
-                frozen then, except for tensors that are changed in place. What cannot be compiled runs as it is, with
-                a warning.
+            compile: Trace and compile when first needed, which takes seconds to minutes: for self-tuning networks the
+                losses and gradients of inner and outer steps, once for every shape of batch; for implicit and unrolled
+                methods the inner loss and its derivatives in an outer step. What the losses read beside their
+                arguments is frozen then, except for tensors that are changed in place. What cannot be compiled runs
+                as it is, with a warning.
             seed: Of the solver's own random streams.
 
         Raises:
@@ -152,10 +155,10 @@ class Solver:
                 f"{type(self.method).__name__}.bind must return a bilevel.BestResponse, "
                 f"got {type(self.response).__name__}."
             )
-        if compile and not self.response.can_compile:
+        if compile and not (self.response.can_compile or self.response.pure):
             raise ValueError(
-                f"compile=True is for implicit and unrolled methods; {type(self.method).__name__} has nothing that it "
-                "could compile yet: leave it out."
+                f"compile=True is for methods whose response says that it can_compile or is pure; "
+                f"{type(self.response).__name__} does not: leave it out."
             )
         self.vector = nn.Parameter(problem.initial_hyper())
         for_weights = partial(torch.optim.Adam, lr=1e-3) if inner_optimizer is None else inner_optimizer
@@ -180,6 +183,13 @@ class Solver:
         if "response" in self.optimizers and response_optimizer is None:
             for group in self.optimizers["response"].param_groups:
                 group.update({"weight_decay": 0} if "weight_decay" in group else {})
+        self._inner: OfModule | None = None
+        self._outer: OfModule | None = None
+        if compile and self.response.pure:
+            trained = self._params["weights"] + self._params.get("response", [])
+            tuned = self._params.get("scale", [])
+            self._inner = OfModule(self.response, trained, "inner steps", self._terms)
+            self._outer = OfModule(self.response, tuned, "outer steps", self._slopes, after=self._inner.staged)
         self.inner_steps = 0
         self.outer_steps = 0
         self.inner_aux: Any = None
@@ -208,22 +218,24 @@ class Solver:
         """Weights and buffers under the names of the user's module, into which it loads strictly."""
         return self.problem.state_dict(self.params, self.response.inner.buffer_values())
 
-    def inner_step(self, batch: Any = None) -> Tensor:
-        """Train the weights, and what the method learns about their response, on one batch.
+    def inner_step(self, *batches: Any) -> Tensor:
+        """Train the weights, and what the method learns about their response, by one update.
 
         Args:
-            batch: For the inner loss; moved to the device of the weights.
+            batches: For the inner loss; moved to the device of the weights. Of several, the gradients are averaged,
+                weighted by the number of examples, which needs the memory of one batch at a time; a method that
+                perturbs draws anew for each. None at all stands for a loss that needs no batch.
 
         Returns:
-            The inner loss before the step, on the device.
+            The inner loss before the step, on the device; the average if there are several batches.
         """
-        batch = self.to_device(batch)
+        moved = [self.to_device(batch) for batch in batches or (None,)]
         if not self._check_at_once and self._good is None:
             self._good = self.state_dict()
         buffers = self._copy_buffers()
         try:
             with self.streams["loss"]():
-                loss, values, gradients = self._inner_gradients(batch)
+                loss, values, gradients = self._average_gradients(moved)
                 norms = self._set_gradients(gradients, "inner")
                 self._check_inner(values, norms)
         except BaseException:
@@ -231,8 +243,8 @@ class Solver:
             raise
         self._apply(gradients)
         self.inner_steps += 1
-        self.inner_aux = _detached(loss.aux)
-        return loss.value.detach()
+        self.inner_aux = loss.aux
+        return loss.value
 
     def outer_step(self, train_batch: Any = None, valid_batch: Any = None) -> OuterStep:
         r"""Move the hyperparameters, and the scale if it is learned, along the hypergradient.
@@ -247,11 +259,11 @@ class Solver:
         """
         train_batch, valid_batch = self.to_device(self._train_batches(train_batch)), self.to_device(valid_batch)
         with self.streams["loss"]():
-            loss, direct, through_weights, scale_gradient = self._hypergradient(train_batch, valid_batch)
+            loss, (direct, through_weights, *for_scale) = self._hypergradient(train_batch, valid_batch)
             hypergradient = direct + through_weights
             gradients: dict[str, list[Tensor | None]] = {"hyper": [hypergradient.clone()]}
-            if scale_gradient is not None:
-                gradients["scale"] = [scale_gradient]
+            if for_scale:
+                gradients["scale"] = [*for_scale]
             before = self._outer_state(gradients)
             try:
                 norms = self._set_gradients(gradients, "outer")
@@ -259,7 +271,7 @@ class Solver:
                 # The step is made before it is judged, so that all flags are read from the device at once.
                 moved = torch.cat([value.flatten() for value in self.hyper.values()])
                 step = norms.new_full((), self.outer_steps)
-                record = torch.stack([step, norms.sum(), loss.value.detach().to(norms), (moved * 0).sum()])
+                record = torch.stack([step, norms.sum(), loss.value.to(norms), (moved * 0).sum()])
                 self._raise_if_bad(torch.stack([self._inner_record(), record]))
                 self.response.commit()
             except BaseException:
@@ -271,11 +283,11 @@ class Solver:
             self.inner_steps += len(made.losses)
             self.inner_aux = made.aux
         return OuterStep(
-            loss.value.detach(),
+            loss.value,
             hypergradient,
             direct,
             dict(self.response.report),
-            _detached(loss.aux),
+            loss.aux,
             loss.value.new_zeros(0) if made is None else made.losses,
         )
 
@@ -478,40 +490,76 @@ class Solver:
         finally:
             self._restore_buffers(buffers)
 
+    def _average_gradients(self, batches: list[Any]) -> tuple[Loss, list[Tensor], dict[str, list[Tensor | None]]]:
+        """What :meth:`_inner_gradients` returns, averaged over batches, with the aux of the last one."""
+        if len(batches) == 1:
+            return self._inner_gradients(batches[0])
+        sizes = [self.problem.examples(batch) for batch in batches]
+        counts = [1 if None in sizes else size or 0 for size in sizes]
+        total = sum(counts) or math.nan  # no example at all: reported as a loss that is not finite
+        values: list[Tensor] = []
+        gradients: dict[str, list[Tensor | None]] = {}
+        for batch, count in zip(batches, counts, strict=True):
+            loss, new_values, new = self._inner_gradients(batch)
+            share = count / total
+            values = _add_share(values, new_values, share)
+            gradients = {name: _add_share(gradients.get(name, []), found, share) for name, found in new.items()}
+        return Loss(values[0], loss.aux), values, gradients
+
     def _inner_gradients(self, batch: Any) -> tuple[Loss, list[Tensor], dict[str, list[Tensor | None]]]:
-        names = [name for name in ("weights", "response") if name in self._params]
-        params = [param for name in names for param in self._params[name]]
+        """The loss to report, all terms, and the gradients of their sum by group of parameters."""
+        weights, rest = self._params["weights"], self._params.get("response", [])
+        hyper = self.vector.detach()
+        if self._inner is None:
+            loss, values, total = self._terms([*weights, *rest], hyper, batch)
+        else:
+            loss, values, total = self._inner(hyper, batch)
+        groups = {"weights": total[: len(weights)], "response": total[len(weights) :]}
+        return loss, values, {name: gradients for name, gradients in groups.items() if gradients}
+
+    def _terms(
+        self, params: Sequence[Tensor], hyper: Tensor, batch: Any
+    ) -> tuple[Loss, list[Tensor], list[Tensor | None]]:
+        """The same, given the weights, what else the response learns, and λ; the gradients in one list."""
         total: list[Tensor | None] = [None] * len(params)
         first: Loss | None = None
         values = []
-        for term in self.response.inner_loss(self.vector.detach(), batch):
+        for term in self.response.inner_loss(hyper, batch):
             if not isinstance(term, Loss):
                 raise TypeError(
                     f"{type(self.response).__name__}.inner_loss must yield bilevel.Loss, as problem.inner_loss "
                     f"returns it; got {type(term).__name__}."
                 )
-            first = Loss(term.value.detach(), term.aux) if first is None else first
+            first = Loss(term.value.detach(), _detached(term.aux)) if first is None else first
             values.append(term.value.detach())
             new = self._differentiate("inner_loss", term.value, params)
             total = [b if a is None else a if b is None else a + b for a, b in zip(total, new, strict=True)]
-        weights = len(self._params["weights"])
-        if first is None or all(gradient is None for gradient in total[:weights]):
+        if first is None or all(gradient is None for gradient in total[: len(self._params["weights"])]):
             raise ValueError(
                 "inner_loss does not depend on the weights: compute it from model(...) and model.params, not from your "
                 "own module, and without detach() or no_grad()."
             )
-        return first, values, {"weights": total[:weights]} | ({"response": total[weights:]} if names[1:] else {})
+        return first, values, total
 
-    def _hypergradient(self, train_batch: Any, valid_batch: Any) -> tuple[Loss, Tensor, Tensor, Tensor | None]:
-        """The outer loss and its gradient in λ, directly and through the weights, and in the raw scale."""
+    def _hypergradient(self, train_batch: Any, valid_batch: Any) -> tuple[Loss, list[Tensor]]:
+        """The outer loss, and its gradient in λ, directly and through the weights, and in the raw scale."""
         if self.response.unrolled_steps and self.inner_steps == 0:
             self._rehearse(train_batch[0])
+        hyper = self.vector.detach()
+        if self._outer is None:
+            return self._slopes(self._params.get("scale", []), hyper, train_batch, valid_batch)
+        loss, slopes = self._outer(hyper, None, valid_batch)
+        return loss, slopes
+
+    def _slopes(
+        self, scale: Sequence[Tensor], hyper: Tensor, train_batch: Any, valid_batch: Any
+    ) -> tuple[Loss, list[Tensor]]:
+        """The same, given the raw scale, if it is learned, and λ."""
         # Two copies of λ keep the parts apart, so that one backward pass gives both.
-        direct, through_weights = (self.vector.detach().clone().requires_grad_() for _ in range(2))
-        scale = self.response.scale
+        direct, through_weights = (hyper.clone().requires_grad_() for _ in range(2))
         drawn = self.response.outer_perturbation(valid_batch)
         noise = torch.zeros_like(direct) if drawn is None else drawn
-        model = self.response(through_weights + noise, train_batch, self.vector.detach())
+        model = self.response(through_weights + noise, train_batch, hyper)
         if not isinstance(model, Model):
             raise TypeError(
                 f"{type(self.response).__name__}.forward must return a bilevel.Model, got {type(model).__name__}."
@@ -519,10 +567,9 @@ class Solver:
         self._check_made()
         loss = self.problem.outer_loss(model, direct + noise, valid_batch)
         objective = loss.value
-        inputs = [direct, through_weights]
-        if scale is not None and "scale" in self._params:
-            objective = objective + scale.penalty()
-            inputs += self._params["scale"]
+        if self.response.scale is not None and scale:
+            objective = objective + self.response.scale.penalty()
+        inputs = [direct, through_weights, *scale]
         try:
             found = self._differentiate("outer_loss", objective, inputs)
         except LinearSolverError:
@@ -536,13 +583,11 @@ class Solver:
                 "outer_loss depends neither on the weights nor on a hyperparameter: compute it from model(...), "
                 "model.params or hyper, not from your own module, and without detach() or no_grad()."
             )
-        gradients = [
-            torch.zeros_like(leaf) if gradient is None else gradient
-            for leaf, gradient in zip(inputs, found, strict=True)
-        ]
-        return loss, gradients[0], gradients[1], gradients[2] if len(gradients) > 2 else None
+        pairs = zip(inputs, found, strict=True)
+        gradients = [torch.zeros_like(leaf) if gradient is None else gradient for leaf, gradient in pairs]
+        return Loss(loss.value.detach(), _detached(loss.aux)), gradients
 
-    def _differentiate(self, name: str, value: Tensor, inputs: list[Any]) -> list[Tensor | None]:
+    def _differentiate(self, name: str, value: Tensor, inputs: Sequence[Any]) -> list[Tensor | None]:
         """The gradient of a loss.
 
         Returns:
@@ -554,7 +599,7 @@ class Solver:
         if not value.requires_grad:
             return [None] * len(inputs)
         with self.problem.differentiating():
-            gradients: list[Tensor | None] = [*torch.autograd.grad(value, inputs + self._users, allow_unused=True)]
+            gradients: list[Tensor | None] = [*torch.autograd.grad(value, [*inputs, *self._users], allow_unused=True)]
         if any(gradient is not None for gradient in gradients[len(inputs) :]):
             raise ValueError(
                 f"{name} depends on your own module, whose weights the solver does not train: compute it from "
@@ -686,6 +731,14 @@ class Solver:
             "learning rates, clip hypergradients (outer_clip=1.0), or look for log, sqrt or division at zero."
             + adaptive
         )
+
+
+def _add_share(total: list[Part], new: list[Part], share: float) -> list[Part]:
+    """Add a part of some tensors to a sum of such parts, empty at first; None stands for zero."""
+    parts = [tensor if tensor is None else share * tensor for tensor in new]
+    if not total:
+        return parts
+    return [b if a is None else a if b is None else a + b for a, b in zip(total, parts, strict=True)]
 
 
 def _detached(aux: Any) -> Any:

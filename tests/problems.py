@@ -13,7 +13,8 @@ from torch.nn import functional as F
 
 import bilevel
 from bilevel import BestResponse, Problem, Solver
-from bilevel.response.hypernetwork import HypernetworkResponse
+from bilevel.response import get_method
+from bilevel.response.hypernetwork import Hypernetwork, HypernetworkResponse
 
 SEEDS = st.integers(0, 2**32 - 1)
 SCALES = st.floats(0.05, 3.0)
@@ -237,6 +238,12 @@ def network_problem(network: nn.Module, *, outer_mode: str = "eval") -> Problem:
 def flat_weights(response: BestResponse, hyper: Tensor) -> Tensor:
     """The weights of a response at λ as one vector."""
     return torch.cat([value.detach().flatten() for value in response(hyper).params.values()])
+
+
+def dense(method: str | bilevel.Method) -> bilevel.Method:
+    """The method with the full Jacobian and one perturbation per batch, for a network, too."""
+    settings = get_method(method)
+    return replace(settings, structure="dense") if isinstance(settings, Hypernetwork) else settings
 
 
 def set_response(response: BestResponse, hyper: Tensor, w: Tensor, theta: Tensor) -> None:

@@ -74,7 +74,7 @@ def test_a_dense_response_to_every_example_of_mnist_is_refused():
         outer_loss=cleaning.valid_loss,
         hyper={"weight": bilevel.interval(0.0, 1.0, init=torch.full((60_000,), 0.5))},
     )
-    for method in ("delta_stn", "unrolled_forward"):
+    for method in (bilevel.DeltaSTN(structure="dense"), "unrolled_forward"):
         with pytest.raises(MemoryError, match="to 60,000 hyperparameters"):
             bilevel.Solver(problem, method=method)
     for method in cleaning.METHODS:

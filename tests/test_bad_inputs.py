@@ -568,7 +568,7 @@ LOSSES = [
 @pytest.mark.parametrize("name", ["inner_loss", "outer_loss"])
 @pytest.mark.parametrize(("loss", "error", "message"), [pytest.param(*row[1:], id=row[0]) for row in LOSSES])
 def test_bad_losses_leave_the_solver_as_it_was(name, loss, error, message):
-    solver = make_solver(make_problem(OWN, **{name: loss}), method=DeltaSTN(entropy=1e-3))
+    solver = make_solver(make_problem(OWN, **{name: loss}), method=DeltaSTN(entropy=1e-3, perturb="batch"))
     before = solver.state_dict()
     with pytest.raises(error, match="(?s)" + message.replace("NAME", name)) as caught:
         solver.inner_step(X) if name == "inner_loss" else solver.outer_step(X, X)
@@ -621,7 +621,7 @@ def test_a_loss_that_is_bad_at_perturbed_hyperparameters_only_says_so():
 
 
 def test_a_gradient_that_is_not_finite_is_told_from_the_loss():
-    inner = make_solver(make_problem(inner_loss=nan_gradient(inner_loss)))
+    inner = make_solver(make_problem(inner_loss=nan_gradient(inner_loss)), method=DeltaSTN(perturb="batch"))
     with pytest.raises(bilevel.DivergenceError, match=r"the inner loss is \d\S*,.* gradient norm nan at inner step 0"):
         inner.inner_step((X, Y))
     outer = make_solver(make_problem(outer_loss=nan_gradient(outer_loss)))

@@ -1,15 +1,17 @@
 """Tracing a computation, cutting its graph in two, and what happens when that fails."""
 
+import copy
 import random
 import warnings
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from bilevel.compilation import MAX_KINDS, Later, Staged
+from bilevel.compilation import MAX_KINDS, Later, OfModule, Staged
 from bilevel.compilation.staged import _close
 
 X = torch.linspace(-1, 1, 6, dtype=torch.float64)
@@ -148,6 +150,55 @@ def test_mutations_of_its_own_tensors_are_allowed():
     torch.testing.assert_close(early[0], torch.tensor(6.0).double())
     torch.testing.assert_close(rest([V]), [X + V, X * V])
     torch.testing.assert_close(X[0], torch.tensor(-1.0).double())
+
+
+def test_results_share_no_memory_with_inputs():
+    """A compiler may return an input, or a part of it, where the stage would have made a new tensor."""
+    held = X.clone()
+    compiled = staged(lambda x: ((x.detach(), x[1:], held.detach()), []))
+    x = X.clone()
+    for _ in range(2):
+        for result in compiled(x)[0]:
+            result.add_(1)
+    assert torch.equal(x, X)
+    assert torch.equal(held, X)
+
+
+def test_what_comes_after_a_failure_is_not_tried():
+    def undecided(x):
+        return (x if x.sum().item() > 0 else -x), []
+
+    first = staged(undecided)
+    second = Staged(undecided, "the rest", backend=lambda graph, inputs: graph, after=first)
+    with pytest.warns(UserWarning, match="could not compile the test") as caught:
+        found = [first(V)[0], second(V)[0], second(-V)[0]]
+    assert len(caught) == 1
+    torch.testing.assert_close(found, [V] * 3, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("can", [True, False])
+def test_a_function_of_a_module_reads_and_writes_the_module_as_it_is_now(can):
+    """Parameters and buffers are inputs, compiled or not; new values of buffers reach the module."""
+    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.BatchNorm1d(2)).double()
+    twin = copy.deepcopy(net)
+
+    def gradient(params, x):
+        value = net(x).exp().sum()
+        return value.detach(), torch.autograd.grad(value, params), bool(can or value.item())
+
+    compiled = OfModule(net, [net[1].weight], "the test", gradient, backend=lambda graph, inputs: graph)
+    with nullcontext() if can else pytest.warns(UserWarning, match="could not compile the test"):
+        for step in range(3):
+            x = torch.randn(4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
+            value, (slope,), _ = compiled(x)
+            expected = twin(x).exp().sum()
+            torch.testing.assert_close(value, expected.detach(), rtol=1e-13, atol=0)
+            torch.testing.assert_close(slope, torch.autograd.grad(expected, twin[1].weight)[0], rtol=1e-12, atol=0)
+            torch.testing.assert_close(dict(net.named_buffers()), dict(twin.named_buffers()), rtol=1e-13, atol=0)
+            with torch.no_grad():
+                for module in (net, twin):
+                    module[0].weight.mul_(0.5)
+    assert compiled.staged.working == can
 
 
 def test_a_decision_on_values_runs_uncompiled():

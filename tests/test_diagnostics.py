@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from examples import assert_same, batches, drive, make_problem, make_solver, network, solve
-from problems import double, make_quadratic, set_response, sgd
+from problems import dense, double, make_quadratic, set_response, sgd
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -24,7 +24,7 @@ EVERY_METHOD = sorted(bilevel.METHODS)
 
 def at_solution(case, method="delta_stn", factor=1.0):
     """A solver at the inner solution of a quadratic, with the exact Jacobian times a factor as its response."""
-    solver = bilevel.Solver(case.problem(), method=method)
+    solver = bilevel.Solver(case.problem(), method=dense(method))
     set_response(solver.response, solver.vector.detach(), case.solution(case.hyper), factor * case.jacobian())
     return solver
 
@@ -127,7 +127,7 @@ def test_the_whole_hypergradient_includes_the_direct_part():
 def test_the_hypergradient_is_the_one_of_the_outer_step(method):
     """At random slopes and weights: the method's numbers are those it would step along."""
     case = make_quadratic(4, 3, 5, True)
-    solver = bilevel.Solver(case.problem(), method=method)
+    solver = bilevel.Solver(case.problem(), method=dense(method))
     set_response(solver.response, solver.vector.detach(), case.weights, case.theta)
     found = diagnose(solver)
     step = solver.outer_step()
@@ -393,7 +393,7 @@ def everything(solver):
     ],
 )
 def test_nothing_is_changed_and_the_answer_repeats(method, curvature):
-    settings = bilevel.DeltaSTN(entropy=1e-2) if method == "learned scale" else method
+    settings = dense(bilevel.DeltaSTN(entropy=1e-2) if method == "learned scale" else method)
     problem = rich_problem(smooth if method.startswith(("implicit", "unrolled")) else decayed, {**RATE, **DECAY})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", bilevel.ConvergenceWarning)
@@ -424,7 +424,7 @@ def test_what_the_reference_cannot_see_is_left_out_by_name():
         {**RATE, **DECAY, "holes": bilevel.integer(0, 4, 1)},
         outer_loss=lambda model, hyper, batch: masked(model, hyper, batch) + 5 * hyper["rate"],
     )
-    solver = make_solver(problem, method="centered_stn")
+    solver = make_solver(problem, method=dense("centered_stn"))
     for slope in solver.response.theta.slopes:
         slope.data.uniform_(-1, 1)
     found = diagnose(solver, BATCH, OTHER)

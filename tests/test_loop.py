@@ -44,7 +44,7 @@ def result(solution):
 
 def recording(loss, log, label):
     def recorded(model, hyper, batch):
-        log.append((label, hyper["decay"].item()))
+        log.append((label, hyper["decay"].flatten()[0].item()))
         return loss(model, hyper, batch)
 
     return recorded
@@ -142,6 +142,50 @@ class TestCounting:
 
     def test_epochs_may_end_within_a_round(self):
         assert solve(train=batches(10), epochs=2, inner_steps=7).solver.inner_steps == 21
+
+    @pytest.mark.parametrize(("accumulate", "inner_steps", "rounds"), [(2, 5, 2), (3, 2, 4), (20, 1, 1)])
+    def test_accumulated_batches_count_towards_a_pass(self, accumulate, inner_steps, rounds, monkeypatch):
+        expected = []
+
+        def bar(total, progress):
+            expected.append(total)
+            return original(total, progress)
+
+        original = bilevel.loop._progress_bar
+        monkeypatch.setattr("bilevel.loop._progress_bar", bar)
+        solution = solve(
+            train=batches(10), epochs=2, accumulate=accumulate, inner_steps=inner_steps, method="implicit_cg"
+        )
+        assert solution.stopped == "epochs"
+        assert solution.solver.inner_steps == rounds * inner_steps
+        assert expected == [len(solution.history)] == [rounds]
+
+    def test_accumulation_is_a_step_on_several_batches(self):
+        losses = []
+        solution = solve(
+            accumulate=3, inner_steps=2, warmup=1, steps=2, callbacks=[lambda event: losses.append(event.row)]
+        )
+        solver = make_solver()
+        order = [TRAIN[index % 4] for index in range(12)]
+        first = torch.stack([solver.inner_step(*order[:3]), solver.inner_step(*order[3:6])]).mean()
+        solver.inner_step(*order[6:9])
+        solver.inner_step(*order[9:])
+        solver.outer_step(order[-1], VALID[0])
+        assert_same(solution.solver.state_dict()["response"], solver.state_dict()["response"])
+        assert_same(solution.solver.vector, solver.vector)
+        assert losses[0]["inner_loss"] == pytest.approx(float(first))
+
+    def test_unrolled_steps_do_not_accumulate(self):
+        message = r"accumulate must be 1 with Unrolled\(.*\), whose outer steps make inner steps .* got 2"
+        with pytest.raises(ValueError, match=message):
+            solve(method="unrolled", accumulate=2)
+
+    @pytest.mark.parametrize(
+        ("value", "error"), [(0, ValueError), (-1, ValueError), (1.5, TypeError), (True, TypeError)]
+    )
+    def test_accumulate_is_a_positive_whole_number(self, value, error):
+        with pytest.raises(error, match=r"accumulate must be"):
+            solve(accumulate=value)
 
     def test_a_pass_without_a_length_is_noticed_when_the_next_one_begins(self):
         solution = solve(train=DataLoader(Numbers(), batch_size=None), epochs=2, inner_steps=5)

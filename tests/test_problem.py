@@ -9,6 +9,7 @@ import torch
 from problems import (
     HYPERNETWORKS,
     assert_equal,
+    dense,
     flat_weights,
     network_problem,
     perturb_by,
@@ -40,7 +41,7 @@ class Output:
 
 def make_solver(problem: Problem, method: object, *, lr: float = 0.01) -> Solver:
     """A solver with plain SGD and random slopes, so that perturbed weights differ from the others."""
-    solver = Solver(problem, method=method, inner_optimizer=sgd(lr), outer_optimizer=sgd(lr))
+    solver = Solver(problem, method=dense(method), inner_optimizer=sgd(lr), outer_optimizer=sgd(lr))
     scramble(solver.response, solver.vector.detach())
     return solver
 
@@ -158,9 +159,10 @@ def test_examples_says_where_a_batch_counts_them():
         return model(batch).square().sum((0, 2)) + hyper["x"]
 
     settings = {"inner_loss": loss, "outer_loss": loss, "hyper": {"x": bilevel.real(0.0)}}
-    Solver(Problem(mlp(), examples=lambda batch: batch.shape[1], **settings)).inner_step(x)
+    method = bilevel.DeltaSTN(perturb="batch")
+    Solver(Problem(mlp(), examples=lambda batch: batch.shape[1], **settings), method=method).inner_step(x)
     with pytest.raises(ValueError, match=r"shape \(\) or \(7,\).*got \(4,\).*Problem\(examples=...\)"):
-        Solver(Problem(mlp(), **settings)).inner_step(x)
+        Solver(Problem(mlp(), **settings), method=method).inner_step(x)
 
 
 class Wrapped(nn.Module):

@@ -182,7 +182,7 @@ class TestOptimizers:
         assert_same(second["vector"], first["vector"])
         assert_same(second["response"]["scale.raw"], first["response"]["scale.raw"])
         assert differs(second["response"]["inner.weights.0"], first["response"]["inner.weights.0"])
-        assert differs(second["response"]["theta.slopes.0"], first["response"]["theta.slopes.0"])
+        assert differs(second["response"]["theta.rowwise.factor"], first["response"]["theta.rowwise.factor"])
         solver.outer_step(BATCH, BATCH)
         third = solver.state_dict()
         assert differs(third["vector"], second["vector"])
@@ -407,6 +407,101 @@ class ForbidLists(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
         assert function not in {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu}
         return function(*args, **(kwargs or {}))
+
+
+class TestAccumulation:
+    """Several batches, one update."""
+
+    UNEQUAL = (1, 5, 2)
+
+    @staticmethod
+    def parts(x, y, sizes):
+        return list(zip(x.split(sizes), y.split(sizes), strict=True))
+
+    @pytest.mark.parametrize("sizes", [UNEQUAL, (4, 4), (8,)])
+    @pytest.mark.parametrize("inner_clip", [None, 0.1])
+    def test_the_update_is_that_of_the_whole_batch(self, sizes, inner_clip):
+        """For methods that do not perturb, whatever the optimizer, which must see one gradient."""
+        (x, y), *_ = batches(1, 8)
+        x, y = x.double(), y.double()
+        make = partial(make_solver, method="implicit_cg", inner_optimizer=OPTIMIZERS["Adam"], inner_clip=inner_clip)
+        ours, theirs = (make(make_problem(network().double())) for _ in range(2))
+        for _ in range(3):
+            loss, whole = ours.inner_step(*self.parts(x, y, sizes)), theirs.inner_step((x, y))
+            torch.testing.assert_close(loss, whole, rtol=1e-12, atol=0)
+        assert ours.inner_steps == 3
+        found, expected = ((s.params, s.optimizers["weights"].state_dict()["state"]) for s in (ours, theirs))
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-14)
+
+    def test_batches_that_cannot_be_counted_count_the_same(self):
+        """As those that are not tensors; the mean of their losses is then the loss."""
+
+        def loss(model, hyper, batch):
+            return batch * (model.params["w"] - 1) ** 2 + 0 * hyper["decay"]
+
+        problem = make_problem({"w": torch.zeros((), dtype=torch.float64)}, inner_loss=loss)
+        solver = make_solver(problem, method="centered_stn")
+        assert solver.inner_step(1.0, 2.0, 6.0) == 3.0
+        torch.testing.assert_close(solver.params["w"], torch.tensor(6.0 * RATE, dtype=torch.float64))
+
+    @pytest.mark.parametrize("method", ["stn", "centered_stn", "delta_stn"])
+    def test_the_gradient_of_a_network_is_the_average_over_batches_each_with_its_perturbation(self, method):
+        """By hand, for a linear model with weight decay, where linearised predictions are exact."""
+        (x, y), *_ = batches(1, 8)
+        parts = self.parts(x.double(), y.double(), self.UNEQUAL)
+
+        def loss(model, hyper, batch):
+            x, y = batch
+            w = model.params["w"]
+            return (x @ w - y[:, 0]).square().mean() + (hyper["decay"] * w.square()).sum()
+
+        problem = make_problem(
+            {"w": torch.tensor([0.3, -0.2, 0.1], dtype=torch.float64)},
+            inner_loss=loss,
+            hyper={"decay": bilevel.positive([0.1, 0.2, 0.3])},
+        )
+        method = type(bilevel.METHODS[method])(structure="dense", perturb="batch")
+        solver = make_solver(problem, method=method)
+        (w,), (theta,) = solver.response.inner.weights, solver.response.theta.parameters()
+        with torch.no_grad():
+            theta.copy_(torch.randn(3, 3, generator=torch.Generator().manual_seed(0)))
+        start, slope, hyper = w.detach().clone(), theta.detach().clone(), solver.vector.detach().clone()
+        stream = copy.deepcopy(solver.streams["loss"])
+        solver.inner_step(*parts)
+
+        def gradient(weight, at, x, y):
+            return 2 / len(x) * x.T @ (x @ weight - y[:, 0]) + 2 * at.exp() * weight
+
+        for_weights, for_slope = torch.zeros_like(start), torch.zeros_like(slope)
+        with stream():
+            for (part_x, part_y), size in zip(parts, self.UNEQUAL, strict=True):
+                noise = torch.randn(3, dtype=torch.float64)
+                at = hyper + noise
+                shift = at if isinstance(method, bilevel.STN) else noise
+                perturbed = gradient(start + shift @ slope, at, part_x, part_y)
+                plain = gradient(start, hyper, part_x, part_y)
+                for_weights += size / 8 * (perturbed if isinstance(method, bilevel.STN) else plain)
+                for_slope += size / 8 * torch.outer(shift, perturbed)
+        torch.testing.assert_close(w.detach(), start - RATE * for_weights, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(theta.detach(), slope - RATE * for_slope, rtol=1e-12, atol=1e-14)
+        assert_same(solver.streams["loss"].state_dict(), stream.state_dict())
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_a_bad_batch_among_good_ones_undoes_the_whole_step(self, method):
+        solver = drive(make_solver(rich_problem(), method=method), 1)
+        good = solver.state_dict()
+        bad = (BATCH[0], BATCH[1] * math.nan)
+        with pytest.raises(DivergenceError, match=r"the inner loss is nan.* at inner step"):
+            solver.inner_step(BATCH, bad, BATCH)
+        assert_same(solver.state_dict(), good)
+        solver.inner_step(*BATCHES)
+
+    def test_statistics_see_every_batch_and_aux_is_that_of_the_last(self):
+        problem = rich_problem(inner_loss=lambda *args: (inner_loss(*args), args[2][0].sum()))
+        solver = make_solver(problem, method="delta_stn")
+        solver.inner_step(*BATCHES[:3])
+        assert solver.module_state_dict["1.num_batches_tracked"] == 3
+        assert solver.inner_aux == BATCHES[2][0].sum()
 
 
 class TestDeferredChecks:

@@ -174,7 +174,10 @@ class Compiled:
         """
         found = self._run_early(tensors)
         rest = [Later(partial(_run_late, late, [found[n] for n in late.crossing]), late.vector) for late in self.late]
+        # A compiler may return an input where a product with one was asked for; whoever changes it changes the input.
+        given = {_memory(found[node]) for node in self.known}
         leaves = [found[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in self.leaves]
+        leaves = [leaf.clone() if isinstance(leaf, Tensor) and _memory(leaf) in given else leaf for leaf in leaves]
         return pytree.tree_unflatten(leaves, self.nesting), rest
 
     def _run_early(self, tensors: list[Tensor]) -> dict[fx.Node, Tensor]:
@@ -247,6 +250,10 @@ def _settled(tensors: list[Tensor]) -> Generator[None]:
             if torch.is_autocast_enabled(where):
                 stack.enter_context(torch.autocast(where, enabled=False))
         yield
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -53,11 +53,15 @@ class Staged:
         (tensor(1.), [tensor(2.)])
     """
 
-    def __init__(self, stage: Stage, name: str, *, backend: Backend | None = None) -> None:
-        """Compile a stage, which warnings call ``name``; with ``inductor`` by default."""
+    def __init__(self, stage: Stage, name: str, *, backend: Backend | None = None, after: Staged | None = None) -> None:
+        """Compile a stage, which warnings call ``name``; with ``inductor`` by default.
+
+        If ``after`` has failed, this one is not tried: what it lacks has been said.
+        """
         self.stage = stage
         self.name = name
         self.backend = backend
+        self.after = after
         self.compiled: dict[Any, Compiled] = {}
         self.working = True
         self._full = False
@@ -71,7 +75,7 @@ class Staged:
         Returns:
             What the stage returns.
         """
-        if not self.working:
+        if not self.working or (self.after is not None and not self.after.working):
             return self.stage(*inputs)
         leaves, nesting = pytree.tree_flatten(inputs)
         tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
@@ -87,8 +91,8 @@ class Staged:
             reason = next(iter(str(error).strip().splitlines()), "")
             _warn(
                 f"could not compile {self.name}, which run uncompiled from here on ({type(error).__name__}: {reason}). "
-                "Needed are a C++ compiler, batches of tensors and plain values, and an inner_loss without .item() and "
-                "without decisions on the values of tensors. Change that, or leave out compile=True."
+                "Needed are a C++ compiler, batches of tensors and plain values, and losses without .item() or "
+                "decisions on the values of tensors. Change that, or leave out compile=True."
             )
             return result
         if compiled is not None:

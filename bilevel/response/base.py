@@ -65,6 +65,9 @@ class BestResponse(nn.Module, ABC):
             a list of as many. Zero for methods that leave the training to inner steps.
         restarts: Whether these steps forget what was trained before.
         steps: The steps that :meth:`forward` made last.
+        pure: Whether all that its methods read are its parameters and buffers, the problem and their arguments, but
+            not the training batch of :meth:`forward`, and all that they change are its buffers. Then the solver may
+            compile the steps around them.
         can_compile: Whether the method knows how to compile what it does often.
         compiles: Whether it should; set by the solver before :meth:`connect`.
     """
@@ -73,6 +76,7 @@ class BestResponse(nn.Module, ABC):
     unrolled_steps: int = 0
     restarts: bool = False
     steps: Steps | None = None
+    pure: bool = False
     can_compile: bool = False
     compiles: bool = False
 

@@ -34,7 +34,7 @@ class DeltaSTN(Hypernetwork):
 
     Example:
         >>> DeltaSTN(entropy=1e-3)
-        DeltaSTN(scale=1.0, entropy=0.001, perturb_outer=None, structure='dense', perturb='batch', max_gigabytes=4.0)
+        DeltaSTN(scale=1.0, entropy=0.001, perturb_outer=None, structure=None, perturb=None, max_gigabytes=4.0)
     """
 
     def bind(self, problem: Problem) -> DeltaResponse:

@@ -27,20 +27,22 @@ class Hypernetwork(Method):
             :math:`-\tau\,\mathbb{H}[p(\epsilon|\sigma)]` added to the outer loss.
         perturb_outer: Evaluate the outer loss at :math:`\lambda + \epsilon`, as in ``eq:stn-val-obj``. None does so
             only when :math:`\sigma` is learned.
-        structure: How a weight responds: ``"dense"``, the full Jacobian; ``"rowwise"`` as in the paper, each row scaled
-            by a linear function of :math:`\lambda`; ``"none"``. A mapping chooses by pattern of the name, as in
-            ``{"head.*": "dense", "*.bias": "none"}``; what it does not name is ``"rowwise"``.
+        structure: How a weight responds: ``"rowwise"`` as in the paper, each row scaled by a linear function of
+            :math:`\lambda`; ``"dense"``, the full Jacobian; ``"none"``. A mapping chooses by pattern of the name, as in
+            ``{"head.*": "dense", "*.bias": "none"}``; what it does not name is ``"rowwise"``. None is ``"rowwise"`` for
+            a network and ``"dense"`` for a mapping of tensors.
         perturb: ``"example"`` draws a perturbation for each example of a batch, so that hyperparameters reach the inner
             loss with shape ``(B, *shape)``; it needs a network whose weights respond by rows or not at all.
-            ``"batch"`` draws one for all, and works for any network and loss.
+            ``"batch"`` draws one for all, and works for any network and loss. None is ``"example"`` where weights and
+            batches allow it.
         max_gigabytes: Refuse a dense response that takes more memory.
     """
 
     scale: float = 1.0
     entropy: float | None = None
     perturb_outer: bool | None = None
-    structure: str | Mapping[str, str] = "dense"
-    perturb: str = "batch"
+    structure: str | Mapping[str, str] | None = None
+    perturb: str | None = None
     max_gigabytes: float = 4.0
 
     def __post_init__(self) -> None:
@@ -60,8 +62,8 @@ class Hypernetwork(Method):
             raise ValueError(f"{name}: perturb_outer must be True, False or None, got {self.perturb_outer!r}.")
         if self.entropy is not None and self.perturb_outer is False:
             raise ValueError(f"{name}: perturb_outer=False leaves a learned scale without a loss; use entropy=None.")
-        if self.perturb not in ("example", "batch"):
-            raise ValueError(f"{name}: perturb must be 'example' or 'batch', got {self.perturb!r}.")
+        if self.perturb not in (None, "example", "batch"):
+            raise ValueError(f"{name}: perturb must be 'example', 'batch' or None, got {self.perturb!r}.")
         if not _is_number(self.max_gigabytes) or not self.max_gigabytes > 0:
             raise ValueError(f"{name}: max_gigabytes must be positive, got {self.max_gigabytes!r}.")
 
@@ -69,16 +71,19 @@ class Hypernetwork(Method):
 class HypernetworkResponse(BestResponse):
     r"""An affine response: :math:`w_0` or :math:`\phi_0` in ``inner``, :math:`\Theta` or :math:`\Phi` in ``theta``."""
 
+    pure = True
     scale: Scale
 
     def __init__(self, problem: Problem, settings: Hypernetwork) -> None:
         """Start with no response to the hyperparameters."""
         super().__init__(problem)
         hyper = problem.initial_hyper()
-        kinds = choose(settings.structure, list(problem.params))
+        default = "dense" if problem.module is None else "rowwise"
+        kinds = choose(default if settings.structure is None else settings.structure, list(problem.params))
         self.theta = make(problem.params, kinds, hyper.numel(), max_gigabytes=settings.max_gigabytes)
         self._known = Examples(problem.evaluating)
         self.per_example = _per_example(problem, kinds, settings.perturb)
+        self._must_count = settings.perturb == "example"
         learned = settings.entropy is not None
         self.scale = Scale(
             hyper.numel(),
@@ -141,7 +146,7 @@ class HypernetworkResponse(BestResponse):
         if not self.per_example:
             return None
         count = self.problem.examples(batch)
-        if count is None:
+        if count is None and self._must_count:
             raise ValueError(
                 "perturb='example' needs the number of examples, but the batch has no tensor with a dimension: set "
                 "Problem(examples=...), or pass perturb='batch' to the method."
@@ -149,12 +154,14 @@ class HypernetworkResponse(BestResponse):
         return count
 
 
-def _per_example(problem: Problem, kinds: Mapping[str, str], perturb: str) -> bool:
+def _per_example(problem: Problem, kinds: Mapping[str, str], perturb: str | None) -> bool:
+    dense = [name for name, kind in kinds.items() if kind == "dense"]
+    if perturb is None:
+        return problem.module is not None and not dense
     if perturb == "batch":
         return False
     if problem.module is None:
         raise ValueError("perturb='example' needs a network, but inner is a mapping of tensors: use perturb='batch'.")
-    dense = [name for name, kind in kinds.items() if kind == "dense"]
     if dense:
         raise ValueError(
             f"perturb='example' needs responses by rows, but {dense[0]!r} has structure 'dense', which would take a "

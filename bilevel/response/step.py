@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
@@ -23,10 +22,10 @@ from bilevel.compilation import Later
 from bilevel.optimizers import DifferentiableOptimizer, clip, differentiable_entries
 from bilevel.problem import Loss, Variables
 
-Tangent = list[Tensor]
-"""One tensor for each of :meth:`Point.variables`."""
+Tangent = list[Tensor | None]
+"""One tensor for each of :meth:`Point.variables`; None stands for zero."""
 Cotangent = list[Tensor | None]
-"""The same; None stands for zero."""
+"""The same."""
 
 
 class Point(NamedTuple):
@@ -171,7 +170,8 @@ class Step:
 
         The derivative of the gradient along :math:`(\dot w, \dot\lambda)` is, by symmetry of second derivatives, the
         gradient in w of :math:`\dot w^\top \nabla_w \mathcal{L}_T + \dot\lambda^\top \nabla_\lambda \mathcal{L}_T`: one
-        backward pass through a graph that all tangents share.
+        backward pass through a graph that all tangents share. So is the derivative of :math:`\Phi`: its vector-Jacobian
+        product :math:`u \mapsto J^\top u` is linear, and that of it in u is :math:`J`.
 
         Args:
             hyper: Shape ``(h,)``.
@@ -185,21 +185,20 @@ class Step:
         """
         leaves, leaf = point.leaves(requires_grad=True), hyper.detach().requires_grad_()
         slopes, buffers, loss = self._slopes(leaf, leaves, batch, [*leaves.weights, leaf])
-        gradients, start = [None if slope is None else slope.detach() for slope in slopes[:-1]], point.leaves()
-        with torch.no_grad():
-            made = _made(*self._move(start, gradients, buffers, settings), loss)
+        gradients = [None if slope is None else slope.detach().requires_grad_() for slope in slopes[:-1]]
+        present = [index for index, gradient in enumerate(gradients) if gradient is not None]
+        with torch.enable_grad():
+            new, norm = self._move(leaves, gradients, buffers, settings)
+            inputs, outputs = [*leaves.variables(), *(g for g in gradients if g is not None)], new.variables()
+            probes = [torch.zeros_like(value, requires_grad=True) for value in outputs]
+            transposed = vjp(outputs, inputs, probes, create_graph=True)
 
-        def push(tangent: Sequence[Tensor | None]) -> Cotangent:
+        def push(tangent: Sequence[Tensor | None]) -> Tangent:
             *old, direction = tangent
             change = vjp(slopes, leaves.weights, [*old[: len(leaves.weights)], direction], retain_graph=True)
-            with torch.no_grad(), forward_ad.dual_level():
-                dual = start.replace([*map(_dual, start.variables(), old)])
-                bent = [None if g is None else _dual(g, c) for g, c in zip(gradients, change, strict=True)]
-                moved = bent if self.clip is None else clip(bent, self.clip)[0]
-                new = Point(*self.optimizer.step(dual.weights, moved, dual.state, settings), buffers)
-                return [forward_ad.unpack_dual(value).tangent for value in new.variables()]
+            return vjp(transposed, probes, [*old, *(change[index] for index in present)], retain_graph=True)
 
-        return made, [Later(push, [*start.variables(), leaf])]
+        return _made(new, norm, loss), [Later(push, [*leaves.variables(), leaf])]
 
     def _slopes(
         self, hyper: Tensor, point: Point, batch: Any, inputs: list[Tensor]
@@ -227,9 +226,5 @@ class Step:
 
 
 def _made(point: Point, norm: Tensor, loss: Loss, *, keep_graph: bool = False) -> Made:
-    aux = pytree.tree_map_only(Tensor, Tensor.detach, loss.aux)
+    aux = None if loss.aux is None else pytree.tree_map_only(Tensor, Tensor.detach, loss.aux)
     return Made(point if keep_graph else point.leaves(), loss.value.detach(), norm, aux)
-
-
-def _dual(value: Tensor, tangent: Tensor | None) -> Tensor:
-    return value if tangent is None else forward_ad.make_dual(value, tangent)

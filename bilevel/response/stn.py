@@ -33,7 +33,7 @@ class STN(Hypernetwork):
 
     Example:
         >>> STN(scale=0.5)
-        STN(scale=0.5, entropy=None, perturb_outer=None, structure='dense', perturb='batch', max_gigabytes=4.0)
+        STN(scale=0.5, entropy=None, perturb_outer=None, structure=None, perturb=None, max_gigabytes=4.0)
     """
 
     def bind(self, problem: Problem) -> STNResponse:

@@ -66,7 +66,7 @@ class Trajectory:
 
         Args:
             hyper: Shape ``(h,)``.
-            point: Where to start.
+            point: Where to start. If nothing there requires a gradient, its cotangent may be None throughout.
             batches: One per step.
             segment: None keeps the graph of every step; a number keeps only every so many points, and repeats the steps
                 between when they are pulled back.
@@ -87,13 +87,14 @@ class Trajectory:
                 start, stream, done = point, Stream.current(self.step.inner.problem.device), len(self.losses)
                 point = self.run(hyper, start, some)
                 pulls.append(self._repeat(hyper, start, some, stream, torch.stack(self.losses[done:])))
+                point = point.leaves(requires_grad=True)
 
         def pull_all(cotangent: Cotangent, total: Tensor) -> tuple[Cotangent, Tensor]:
             while pulls:
                 cotangent, total = pulls.pop()(cotangent, total)  # frees its graph
             return cotangent, total
 
-        return point, pull_all
+        return point.leaves(), pull_all
 
     def push(
         self, hyper: Tensor, point: Point, batches: Sequence[Any], directions: Tensor, tangents: list[Tangent]
@@ -112,11 +113,7 @@ class Trajectory:
         """
         for batch in batches:
             point, later = self._make(self.step.push, hyper, point, batch)
-            moved = [later([*tangent, direction]) for direction, tangent in zip(directions, tangents, strict=True)]
-            tangents = [
-                [torch.zeros_like(p) if t is None else t for p, t in zip(point.variables(), tangent, strict=True)]
-                for tangent in moved
-            ]
+            tangents = [later([*tangent, direction]) for direction, tangent in zip(directions, tangents, strict=True)]
         return point, tangents
 
     @property
@@ -133,11 +130,13 @@ class Trajectory:
                 # Hyperparameters pass through the steps too, so that their cotangent is summed up in the same order,
                 # to the last bit, whether the steps are walked back at once or segment by segment.
                 last = last.view_as(last)
-        inputs, outputs = [*start.variables(), first], [*now.variables(), last]
+        outputs = [*now.variables(), last]
+        # The first step is pulled back to its start only if that depends on something: a Hessian product less.
+        inputs = start.variables() if any(value.requires_grad for value in point.variables()) else []
 
         def pull(cotangent: Cotangent, total: Tensor) -> tuple[Cotangent, Tensor]:
-            *old, part = vjp(outputs, inputs, [*cotangent, total])
-            return old, total if part is None else part
+            *old, part = vjp(outputs, [*inputs, first], [*cotangent, total])
+            return old or [None] * len(start.variables()), total if part is None else part
 
         return now.leaves(), pull
 

@@ -183,7 +183,7 @@ class UnrolledResponse(BestResponse):
         elif self.settings.mode == "forward":
             directions = torch.eye(len(hyper), dtype=hyper.dtype, device=hyper.device)
             weights, tangents = self.push(hyper.detach(), train_batch, directions)
-            slopes = torch.stack([flatten(tangent[: len(weights)]) for tangent in tangents])
+            slopes = torch.stack([flatten(tangent) for tangent in tangents])
             values = _Attach.apply(lambda u: slopes @ flatten(u), hyper, *weights)  # type: ignore[no-untyped-call]
         else:
             weights, pull = self.record(hyper.detach(), train_batch)
@@ -205,9 +205,11 @@ class UnrolledResponse(BestResponse):
         if train_batch is None:
             return {name: torch.zeros_like(weight) for name, weight in self.inner.params().items()}
         tangents = self.push(hyper.detach(), train_batch, tangent[None])[1]
-        return dict(zip(self.inner.params(), tangents[0], strict=False))
+        return dict(zip(self.inner.params(), tangents[0], strict=True))
 
-    def push(self, hyper: Tensor, batches: Sequence[Any], directions: Tensor) -> tuple[list[Tensor], list[Tangent]]:
+    def push(
+        self, hyper: Tensor, batches: Sequence[Any], directions: Tensor
+    ) -> tuple[list[Tensor], list[list[Tensor]]]:
         """Unroll in forward mode.
 
         Args:
@@ -216,20 +218,23 @@ class UnrolledResponse(BestResponse):
             directions: Of the hyperparameters, one per row.
 
         Returns:
-            The weights at the end, and for each direction the tangents of the weights, then of the optimizer's moments.
+            The weights at the end, and their tangents for each direction.
         """
         trajectory, skipped = self._trajectory("forward"), self.settings.steps - self._differentiated
         point = trajectory.run(hyper, self._start(hyper), batches[:skipped])
-        tangents = [[torch.zeros_like(value) for value in point.variables()] for _ in directions]
+        tangents: list[Tangent] = [[None] * len(point.variables()) for _ in directions]
         if self.settings.restart and skipped == 0:
             for tangent, direction in zip(tangents, directions, strict=True):
                 with torch.no_grad(), forward_ad.dual_level():
-                    weights = self.problem.start(forward_ad.make_dual(hyper, direction)).values()
-                    slopes = [forward_ad.unpack_dual(weight).tangent for weight in weights]
-                    for index, slope in enumerate(slopes):
-                        tangent[index] = tangent[index] if slope is None else slope
+                    start = self.problem.start(forward_ad.make_dual(hyper, direction)).values()
+                    tangent[: len(start)] = [forward_ad.unpack_dual(weight).tangent for weight in start]
         end, tangents = trajectory.push(hyper, point, batches[skipped:], directions, tangents)
-        return self._finish(trajectory, end), tangents
+        weights = self._finish(trajectory, end)
+        slopes = [
+            [torch.zeros_like(weight) if part is None else part for weight, part in zip(weights, tangent, strict=False)]
+            for tangent in tangents
+        ]
+        return weights, slopes
 
     def record(
         self, hyper: Tensor, batches: Sequence[Any]
@@ -247,7 +252,7 @@ class UnrolledResponse(BestResponse):
         leaf = hyper.detach().requires_grad_()
         with torch.enable_grad():
             start = self._start(leaf)
-        point = trajectory.run(hyper, start.leaves(), batches[:skipped])
+        point = trajectory.run(hyper, start, batches[:skipped])
         segment = math.ceil(math.sqrt(self._differentiated)) if self.settings.checkpoint else None
         end, pull = trajectory.record(hyper, point, batches[skipped:], segment=segment)
         moments = len(end.variables()) - len(end.weights)

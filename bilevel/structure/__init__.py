@@ -1,9 +1,10 @@
 """How the weights respond to the hyperparameters."""
 
-from bilevel.structure import attention, convolution, elementwise, linear, norms  # which register their rules
+from bilevel.structure import attention, convolution, elementwise, linear, moves, norms  # which register their rules
 from bilevel.structure.choice import STRUCTURES, Theta, choose, make
 from bilevel.structure.dense import Dense
-from bilevel.structure.respond import Examples, Respond, respond, rule
+from bilevel.structure.examples import Examples
+from bilevel.structure.respond import Respond, respond, rule
 from bilevel.structure.rowwise import Rowwise
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "elementwise",
     "linear",
     "make",
+    "moves",
     "norms",
     "respond",
     "rule",

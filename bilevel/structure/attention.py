@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bilevel.structure.linear import linear
+from bilevel.structure.moves import move
 from bilevel.structure.respond import Respond, rule
 
 
@@ -44,14 +45,20 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Three projections, attention, and one more projection; time comes first, examples second."""
     params = (in_proj_weight, in_proj_bias, q_proj_weight, k_proj_weight, v_proj_weight, out_proj_weight, out_proj_bias)
-    name = mode.name(*params, bias_k, bias_v)
+    given = (*params, bias_k, bias_v, query, key, value)
+    name = mode.name(*given)
     if bias_k is not None or bias_v is not None or add_zero_attn or static_k is not None or static_v is not None:
         reason = "with bias_k, bias_v, add_zero_attn, static_k or static_v"
         raise NotImplementedError(mode.refusal(name, function, reason))
     if query.ndim != 3:
         raise ValueError(mode.refusal(name, function, "on an input without a dimension of examples"))
-    query, key, value = (x.transpose(0, 1) for x in (query, key, value))  # the rules expect examples first
-    mode.check(query, function, *params)
+
+    def first(x: Tensor) -> Tensor:
+        """The rules expect examples first."""
+        x = move(mode, torch.transpose, x, 0, 1) if mode.responds(x) else x.transpose(0, 1)
+        return mode.check(x, function, *given)
+
+    query, key, value = (first(x) for x in (query, key, value))
     biases = [None] * 3 if in_proj_bias is None else _chunks(mode, in_proj_bias)
     if use_separate_proj_weight:
         weights = [q_proj_weight, k_proj_weight, v_proj_weight]
@@ -81,16 +88,10 @@ def attention(
 
 def _maybe(mode: Respond, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A linear layer, whether it responds or not."""
-    responds = mode.rows(weight) is not None or mode.rows(bias) is not None
+    responds = mode.responds(weight) or mode.responds(bias)
     return linear(mode, F.linear, x, weight, bias) if responds else F.linear(x, weight, bias)
 
 
 def _chunks(mode: Respond, weight: Tensor) -> list[Tensor]:
     """The three parts of a joint projection, each responding with its own rows."""
-    rows = mode.rows(weight)
-    parts = [*weight.chunk(3)]
-    if rows is not None:
-        factors, templates = rows.factor.chunk(3, dim=1), rows.template.chunk(3)
-        for part, factor, template in zip(parts, factors, templates, strict=True):
-            mode.register(part, weight, template, factor)
-    return parts
+    return [*(move(mode, torch.chunk, weight, 3) if mode.responds(weight) else weight.chunk(3))]

@@ -9,48 +9,97 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bilevel.structure.elementwise import shift
 from bilevel.structure.respond import Respond, rule
 
 
 def bilinear(
-    mode: Respond, function: Any, op: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, axis: int
+    mode: Respond,
+    function: Any,
+    op: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    axis: int,
+    out: int | None = None,
+    into: int | None = None,
 ) -> Tensor:
-    """An operation ``op(x, weight, bias)``, linear in x and in the weight, with its rows in an axis of its output."""
-    mode.check(x, function, weight, bias)
+    """An operation ``op(x, weight, bias)``, linear in x and in the weight.
+
+    Args:
+        mode: That sees it.
+        function: As the network calls it.
+        op: The operation.
+        x: Its input.
+        weight: Whose rows are output units, which scale the output, or input units, which scale the input.
+        bias: With one entry per output unit.
+        axis: Of the units in the input and in the output.
+        out: Dimension of the output units in the weight.
+        into: Dimension of the input units in the weight.
+
+    Returns:
+        Its output.
+
+    Raises:
+        NotImplementedError: If the rows lie elsewhere in the weight.
+        ValueError: If the input has no dimension of examples.
+    """
+    x = mode.check(x, function, weight, bias)
+    if x.ndim < 2:
+        raise ValueError(mode.refusal(mode.name(weight, bias, x), function, "on an input without a dimension of units"))
+
+    def along(factor: Tensor, y: Tensor) -> Tensor:
+        sizes = [1] * y.ndim
+        sizes[axis] = -1
+        return factor.reshape(mode.count, *sizes[1:])
+
     value, tangent = mode.split(x)
     y = op(value, weight, bias)
-    rows, offsets = mode.rows(weight), mode.rows(bias)
-    axis = axis % y.ndim
-
-    def along(factor: Tensor) -> Tensor:
-        return factor.reshape([len(factor), *[factor.shape[1] if i == axis else 1 for i in range(1, y.ndim)]])
-
-    return mode.join(
-        y,
-        None if tangent is None else op(tangent, weight, None),
-        None if rows is None else along(rows.factor) * op(value, rows.template, None),
-        None if offsets is None else along(offsets.factor * offsets.template),
-    )
+    responses = [None if tangent is None else op(tangent, weight, None)]
+    if mode.responds(weight):
+        name, _, factor, template = mode.weight(weight)
+        rows = [dim for dim, size in enumerate(factor.shape[1:]) if size > 1]
+        if rows in ([], [out]):
+            responses.append(along(factor, y) * op(value, template, None))
+        elif rows == [into]:
+            responses.append(op(value * along(factor, value), template, None))
+        else:
+            reason = f"with its rows in dimensions {rows} of {tuple(weight.shape)}"
+            raise NotImplementedError(mode.refusal(name, function, reason))
+    if bias is not None and mode.responds(bias):
+        responses.append(along(mode.change(bias), y))
+    return mode.join(y, *responses)
 
 
 @rule(F.linear)
 def linear(mode: Respond, function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """A row is an output unit."""
-    return bilinear(mode, function, F.linear, input, weight, bias, -1)
+    return bilinear(mode, function, F.linear, input, weight, bias, axis=-1, out=0, into=1)
 
 
-@rule(torch.matmul, Tensor.matmul, Tensor.__matmul__)
+@rule(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
 def product(mode: Respond, function: Any, input: Tensor, other: Tensor) -> Tensor:
     """A matrix on the right: a row is an input unit, and the input is scaled."""
-    if mode.rows(input) is not None or other.ndim != 2:
+    if other.ndim != 2 or not mode.responds(other):
         name = mode.name(input, other)
         raise NotImplementedError(mode.refusal(name, function, "as other than a matrix on the right"))
-    mode.check(input, function, other)
-    value, tangent = mode.split(input)
-    rows = mode.rows(other)
-    assert rows is not None
-    factor = rows.factor.reshape(mode.count, *[1] * (value.ndim - 2), -1)
-    return mode.join(value @ other, None if tangent is None else tangent @ other, (value * factor) @ rows.template)
+
+    def op(x: Tensor, w: Tensor, b: None) -> Tensor:
+        return x @ w
+
+    return bilinear(mode, function, op, input, other, None, axis=-1, out=1, into=0)
+
+
+@rule(torch.addmm, Tensor.addmm)
+def product_and_shift(mode: Respond, function: Any, input: Tensor, mat1: Tensor, mat2: Tensor, **scales: Any) -> Tensor:
+    """A bias, and a matrix on the right."""
+    if scales or mode.responds(mat1):
+        raise NotImplementedError(
+            mode.refusal(mode.name(input, mat1, mat2), function, "with beta, alpha or on the left")
+        )
+    y = product(mode, function, mat1, mat2) if mode.responds(mat2) else mat1 @ mat2
+    return shift(mode, function, y, input) if mode.responds(input) else y + input
 
 
 @rule(F.embedding)
@@ -65,15 +114,20 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """A row is the vector of a token."""
-    if max_norm is not None or sparse:
-        raise NotImplementedError(mode.refusal(mode.name(weight), function, "with max_norm or sparse gradients"))
-    mode.check(input, function, weight)
-    rows = mode.rows(weight)
-    assert rows is not None
-    factor = rows.factor.gather(1, input.reshape(mode.count, -1)).reshape(*input.shape, 1)
+    """A row is the vector of a token; without a dimension of examples, as for positions, it is a choice of rows."""
+    rows = mode.rows(weight, function)
+    if rows is None or max_norm is not None or sparse:
+        reason = "as other than the table, with max_norm or with sparse gradients"
+        raise NotImplementedError(mode.refusal(mode.name(input, weight), function, reason))
+    options = (padding_idx, None, norm_type, scale_grad_by_freq)
+    vectors, template = F.embedding(input, weight, *options), F.embedding(input, rows.template, *options)
+    chosen = input.shape[:1] != (mode.count,) or (input.ndim == 1 and bool((input.diff() == 1).all()))
+    if chosen:
+        factor = rows.factor[:, input, None]
+    else:
+        mode.check(input, function, weight)
+        factor = rows.factor.gather(1, input.reshape(mode.count, -1)).reshape(*input.shape, 1)
     if padding_idx is not None:  # whose vector gets no gradient, and so none of its response
         padded = (input == padding_idx % len(weight))[..., None]
         factor = torch.where(padded, factor.detach(), factor)
-    options = (padding_idx, None, norm_type, scale_grad_by_freq)
-    return mode.join(F.embedding(input, weight, *options), factor * F.embedding(input, rows.template, *options))
+    return mode.register(vectors, weight, template, factor) if chosen else mode.join(vectors, factor * template)

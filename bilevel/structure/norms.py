@@ -10,11 +10,8 @@ from torch import Tensor
 from bilevel.structure.respond import Respond, rule
 
 
-def _affine(
-    mode: Respond, function: Any, normal: Tensor, weight: Tensor | None, bias: Tensor | None, *, trailing: bool
-) -> Tensor:
+def _affine(mode: Respond, normal: Tensor, weight: Tensor | None, bias: Tensor | None, *, trailing: bool) -> Tensor:
     """Scale and shift what a norm has normalised: its channels in dimension 1, or the trailing dimensions."""
-    mode.check(normal, function, weight, bias)
 
     def place(param: Tensor) -> Tensor:
         """Align the own dimensions of a parameter, or of one per example, with those of the activation."""
@@ -28,12 +25,11 @@ def _affine(
     y = y if bias is None else y + place(bias)
     value, tangent = mode.split(y)
     plain = mode.split(normal)[0]
-    rows, offsets = mode.rows(weight), mode.rows(bias)
     return mode.join(
         value,
         tangent,
-        None if rows is None else plain * place(rows.change()),
-        None if offsets is None else place(offsets.change()),
+        None if weight is None or not mode.responds(weight) else plain * place(mode.change(weight)),
+        None if bias is None or not mode.responds(bias) else place(mode.change(bias)),
     )
 
 
@@ -52,8 +48,9 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """Scale and shift respond per feature; with several normalised dimensions, per index of the first."""
+    input = mode.check(input, function, weight, bias)
     normal = F.layer_norm(input, normalized_shape, None, None, eps)
-    return _affine(mode, function, normal, weight, bias, trailing=True)
+    return _affine(mode, normal, weight, bias, trailing=True)
 
 
 @rule(F.rms_norm)
@@ -61,7 +58,8 @@ def rms_norm(
     mode: Respond, function: Any, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: Any = None
 ) -> Tensor:
     """As layer norm, without a shift."""
-    return _affine(mode, function, F.rms_norm(input, normalized_shape, None, eps), weight, None, trailing=True)
+    input = mode.check(input, function, weight)
+    return _affine(mode, F.rms_norm(input, normalized_shape, None, eps), weight, None, trailing=True)
 
 
 @rule(F.group_norm)
@@ -75,7 +73,8 @@ def group_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """Scale and shift respond per channel."""
-    return _affine(mode, function, F.group_norm(input, num_groups, None, None, eps), weight, bias, trailing=False)
+    input = mode.check(input, function, weight, bias)
+    return _affine(mode, F.group_norm(input, num_groups, None, None, eps), weight, bias, trailing=False)
 
 
 @rule(F.batch_norm)
@@ -91,8 +90,9 @@ def batch_norm(
     **kwargs: Any,
 ) -> Tensor:
     """Scale and shift respond per channel; the statistics are those of the whole batch."""
+    input = mode.check(input, function, weight, bias)
     normal = F.batch_norm(input, running_mean, running_var, None, None, *args, **kwargs)
-    return _affine(mode, function, normal, weight, bias, trailing=False)
+    return _affine(mode, normal, weight, bias, trailing=False)
 
 
 @rule(F.instance_norm)
@@ -108,5 +108,6 @@ def instance_norm(
     **kwargs: Any,
 ) -> Tensor:
     """Scale and shift respond per channel."""
+    input = mode.check(input, function, weight, bias)
     normal = F.instance_norm(input, running_mean, running_var, None, None, *args, **kwargs)
-    return _affine(mode, function, normal, weight, bias, trailing=False)
+    return _affine(mode, normal, weight, bias, trailing=False)

@@ -15,9 +15,9 @@ one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from bilevel.autodiff import forward_level, primal_plus_tangent
 from bilevel.responding import Rows
-from bilevel.rng import Stream
+from bilevel.structure.examples import Examples
 
 Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}
@@ -70,6 +70,23 @@ def rule(*functions: Any) -> Callable[[R], R]:
     return register
 
 
+class Weight(NamedTuple):
+    r"""A responding weight, or what a network made of one: a slice, a transpose, a multiple.
+
+    Attributes:
+        name: Of the parameter.
+        weight: Its value, which all examples share.
+        factor: One number per example and row, of shape ``(B, *sizes)``: sizes are those of the weight in dimensions
+            along which the rows lie, and one in all others.
+        template: :math:`\mathbf{R}`, of the shape of the weight.
+    """
+
+    name: str
+    weight: Tensor
+    factor: Tensor
+    template: Tensor
+
+
 class Respond(TorchFunctionMode):
     """While active, operations on given weights respond, each example in its own way.
 
@@ -94,16 +111,15 @@ class Respond(TorchFunctionMode):
         self.count, self.linearized, self._watch = count, linearized, watch
         self.in_doubt = False
         self.seen: list[tuple[str, Tensor]] = []
-        self._responding = {id(weights[name]): (name, weights[name], entry) for name, entry in rows.items()}
+        self._responding: dict[int, Weight] = {}
+        for name, (factor, template) in rows.items():
+            sizes = [*template.shape[:1], *[1] * (template.ndim - 1)]
+            self._responding[id(weights[name])] = Weight(name, weights[name], factor.reshape(count, *sizes), template)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Apply a rule, or the operation itself if no responding weight takes part in it."""
         kwargs = kwargs or {}
-        names = [
-            self._responding[id(leaf)][0]
-            for leaf in pytree.tree_leaves((args, kwargs))
-            if isinstance(leaf, Tensor) and id(leaf) in self._responding
-        ]
+        names = [self._responding[id(leaf)].name for leaf in pytree.tree_leaves((args, kwargs)) if self.responds(leaf)]
         if not names:
             return func(*args, **kwargs)
         if func in READS or getattr(func, "__name__", "") == "__get__":
@@ -114,17 +130,42 @@ class Respond(TorchFunctionMode):
             raise NotImplementedError(self.refusal(names[0], func, "which has no rule"))
         return RULES[func](self, func, *args, **kwargs)
 
-    def rows(self, weight: Tensor | None) -> Rows | None:
-        """The response of a weight.
+    def responds(self, x: Any) -> bool:
+        """Whether this is a responding weight."""
+        return id(x) in self._responding
+
+    def weight(self, weight: Tensor) -> Weight:
+        """What is known about a weight that responds."""
+        return self._responding[id(weight)]
+
+    def rows(self, weight: Tensor | None, func: Any = "a rule") -> Rows | None:
+        """The response of a weight whose rows are the indices of its dimension 0.
+
+        Args:
+            weight: Perhaps one that responds.
+            func: The operation that uses it.
 
         Returns:
-            None if it has none.
+            One factor per example and row, shape ``(B, rows)``, and the template; None if it does not respond.
+
+        Raises:
+            NotImplementedError: If its rows lie elsewhere, as after a transpose.
         """
-        return None if weight is None or id(weight) not in self._responding else self._responding[id(weight)][2]
+        if weight is None or not self.responds(weight):
+            return None
+        name, _, factor, template = self.weight(weight)
+        if any(size > 1 for size in factor.shape[2:]):
+            raise NotImplementedError(self.refusal(name, func, "while its rows are not in dimension 0"))
+        return Rows(factor.reshape(self.count, -1).expand(-1, *template.shape[:1] or (1,)), template)
+
+    def change(self, weight: Tensor) -> Tensor:
+        """The change of a weight for each example, shape ``(B, *weight.shape)``."""
+        _, _, factor, template = self.weight(weight)
+        return factor * template
 
     def name(self, *weights: Any) -> str:
         """The name of the first of these that responds."""
-        return next(self._responding[id(weight)][0] for weight in weights if id(weight) in self._responding)
+        return next(self.weight(weight).name for weight in weights if self.responds(weight))
 
     def register(self, weight: Tensor, source: Tensor, template: Tensor, factor: Tensor | None = None) -> Tensor:
         """Let a weight that was computed from another one respond as well.
@@ -133,13 +174,13 @@ class Respond(TorchFunctionMode):
             weight: The new weight.
             source: Of which it is a part or a multiple.
             template: Of the new weight.
-            factor: Of its rows; those of the source by default.
+            factor: Of its rows, as in :class:`bilevel.structure.respond.Weight`; those of the source by default.
 
         Returns:
             The new weight.
         """
-        name, _, rows = self._responding[id(source)]
-        self._responding[id(weight)] = (name, weight, Rows(rows.factor if factor is None else factor, template))
+        name, _, old, _ = self.weight(source)
+        self._responding[id(weight)] = Weight(name, weight, old if factor is None else factor, template)
         return weight
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -170,21 +211,41 @@ class Respond(TorchFunctionMode):
         dual: Tensor = forward_ad.make_dual(value, total.expand_as(value))
         return dual
 
-    def check(self, x: Tensor, func: Any, *weights: Any) -> None:
+    def spread(self, weight: Tensor) -> bool:
+        """Whether dimension 0 of a responding weight has one entry, or the same for every example, as a class token."""
+        _, _, factor, template = self.weight(weight)
+        same = template.ndim > 0 and factor.shape[1] == 1
+        return same and (len(template) == 1 or (len(template) == self.count and template.stride(0) == 0))
+
+    def check(self, x: Tensor, func: Any, *weights: Any) -> Tensor:
         """Refuse an activation whose dimension 0 does not count the examples.
 
+        Args:
+            x: An activation, or a weight that was expanded to one entry for each example.
+            func: The operation.
+            weights: That respond.
+
+        Returns:
+            The activation.
+
         Raises:
-            ValueError: If it does not.
+            ValueError: If dimension 0 counts something else.
         """
-        right = x.ndim > 0 and x.shape[0] == self.count and self.rows(x) is None
+        name = self.name(*weights, x)
+        right = x.ndim > 0 and x.shape[0] == self.count
+        if right and self.responds(x) and self.spread(x):
+            _, _, factor, template = self.weight(x)
+            x = self.join(x.clone(memory_format=torch.contiguous_format), factor[:, 0] * template[0])
         self.in_doubt |= x.shape.count(self.count) > 1
+        right = right and not self.responds(x)
         if right and not self._watch:
-            return
+            return x
         reason = f"on an input of shape {tuple(x.shape)}, whose dimension 0 does not count the {self.count} examples"
-        refusal = self.refusal(self.name(*weights, x), func, reason)
+        refusal = self.refusal(name, func, reason)
         if not right:
             raise ValueError(refusal)
         self.seen.append((refusal, x.detach()))
+        return x
 
     def check_output(self, output: Any) -> None:
         """Refuse a network that returns a responding weight, of which no operation has made an activation.
@@ -193,7 +254,7 @@ class Respond(TorchFunctionMode):
             ValueError: If it does.
         """
         for leaf in pytree.tree_leaves(output):
-            if isinstance(leaf, Tensor) and self.rows(leaf) is not None:
+            if self.responds(leaf):
                 raise ValueError(self.refusal(self.name(leaf), "the network", "which returns it as it is"))
 
     def refusal(self, name: str, func: Any, reason: str) -> str:
@@ -204,44 +265,6 @@ class Respond(TorchFunctionMode):
             f"each example. Pass perturb='batch' to the method, leave the weight out (structure={{{name!r}: 'none'}}), "
             "or teach the library the operation with bilevel.structure.rule."
         )
-
-
-class Examples:
-    """Remembers for which shapes it is certain that dimension 0 of every activation counts the examples.
-
-    A shape is in doubt if another dimension is as long as the batch: the network may have moved the examples there.
-    Then row i of an activation must depend on example i of the input alone, which two passes in eval mode show.
-    """
-
-    def __init__(self, evaluating: Callable[[], AbstractContextManager[None]]) -> None:
-        """Start without knowledge; ``evaluating`` puts the network into eval mode."""
-        self._evaluating = evaluating
-        self._certain: set[Any] = set()
-
-    def check(self, run: Callable[..., Respond], args: Any, kwargs: Any, count: int) -> None:
-        """Refuse a network that puts something else than the examples into dimension 0.
-
-        Args:
-            run: The network as a function of its arguments; returns the mode it ran in.
-            args: Its arguments.
-            kwargs: Likewise.
-            count: The number of examples.
-
-        Raises:
-            ValueError: If it does.
-        """
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        key = (count, tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves))
-        if key in self._certain:
-            return
-        swapped = [_swap_first(leaf, count) for leaf in leaves]
-        changed_args, changed_kwargs = pytree.tree_unflatten(swapped, spec)
-        with torch.no_grad(), self._evaluating(), Stream.current(_device(leaves))():
-            before, after = run(*args, **kwargs).seen, run(*changed_args, **changed_kwargs).seen
-        for (refusal, x), (_, y) in zip(before, after, strict=True):
-            if not torch.allclose(x[1:], y[1:], equal_nan=True):
-                raise ValueError(refusal)
-        self._certain.add(key)
 
 
 def respond(
@@ -275,6 +298,7 @@ def respond(
         return mode
 
     def responding(*args: Any, **kwargs: Any) -> Any:
+        examples.check(watch, args, kwargs, count, strict=False)
         with forward_level() if linearized else nullcontext():
             mode = Respond(weights, rows, count, linearized=linearized)
             with mode:
@@ -283,19 +307,7 @@ def respond(
             if linearized:
                 output = primal_plus_tangent(output)
         if mode.in_doubt:
-            examples.check(watch, args, kwargs, count)
+            examples.check(watch, args, kwargs, count, strict=True)
         return output
 
     return responding
-
-
-def _swap_first(leaf: Any, count: int) -> Any:
-    """Put another example in the place of the first, one that differs from it if there is one."""
-    if not isinstance(leaf, Tensor) or leaf.ndim == 0 or len(leaf) != count:
-        return leaf
-    differs = (leaf != leaf[:1]).reshape(count, -1).any(1)
-    return torch.cat([leaf[differs.to(torch.int).argmax()][None], leaf[1:]])
-
-
-def _device(leaves: list[Any]) -> torch.device:
-    return next(leaf.device for leaf in leaves if isinstance(leaf, Tensor))

@@ -39,10 +39,16 @@ class Rowwise(nn.Module):
         """Draw the response of ``params`` to ``size`` hyperparameters."""
         super().__init__()
         self.names = list(params)
-        self.factors = nn.ParameterList([
-            nn.Parameter(weight.new_zeros(weight.shape[0] if weight.ndim else 1, size)) for weight in params.values()
-        ])
+        self.counts = [weight.shape[0] if weight.ndim else 1 for weight in params.values()]
+        # One matrix for the rows of all weights, so that one product serves them all.
+        self.factor = nn.Parameter(next(iter(params.values())).new_zeros(sum(self.counts), size))
         self.templates = nn.ParameterList([nn.Parameter(_template(weight)) for weight in params.values()])
+
+    @property
+    def factors(self) -> tuple[Tensor, ...]:
+        r"""The matrix :math:`\mathbf{U}` of every weight, a view each."""
+        parts: tuple[Tensor, ...] = self.factor.split(self.counts)
+        return parts
 
     def rows(self, shift: Tensor) -> dict[str, Rows]:
         r"""The change of the weights for a shift :math:`\delta` of the hyperparameters, not multiplied out.
@@ -53,9 +59,10 @@ class Rowwise(nn.Module):
         Returns:
             By name of the weight.
         """
+        scales = (shift.to(self.factor.dtype) @ self.factor.T).split(self.counts, dim=-1)
         return {
-            name: Rows(shift.to(factor.dtype) @ factor.T, template)
-            for name, factor, template in zip(self.names, self.factors, self.templates, strict=True)
+            name: Rows(scale, template)
+            for name, scale, template in zip(self.names, scales, self.templates, strict=True)
         }
 
     def forward(self, shift: Tensor) -> dict[str, Tensor]:

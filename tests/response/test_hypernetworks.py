@@ -1,6 +1,7 @@
 """STN, centered STN and Δ-STN differ only as the paper says."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -27,8 +28,12 @@ from torch.func import functional_call, jvp
 from torch.nn import functional as F
 
 import bilevel
-from bilevel import STN, CenteredSTN, DeltaSTN, Problem, Solver
+from bilevel import Problem, Solver
 
+# The full Jacobian and one perturbation per batch; tests/response/test_per_example.py is about responses by rows.
+STN, CenteredSTN, DeltaSTN = (
+    partial(method, structure="dense") for method in (bilevel.STN, bilevel.CenteredSTN, bilevel.DeltaSTN)
+)
 THREE = [STN, CenteredSTN, DeltaSTN]
 
 

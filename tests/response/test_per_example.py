@@ -374,6 +374,30 @@ def test_a_recurrent_network_trains(kind, steps):
     assert solver.response.theta.rowwise.factors[0].abs().max() > 0
 
 
+class Tokens(nn.Module):
+    """A class token in front, and PyTorch's own encoder, which has another path in eval mode without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.token, self.out = nn.Parameter(torch.randn(1, 1, 4)), nn.Linear(4, 2)
+        self.encoder = nn.TransformerEncoderLayer(4, 2, 6, dropout=0.1, batch_first=True, norm_first=True)
+
+    def forward(self, x):
+        return self.out(self.encoder(torch.cat([self.token.expand(len(x), -1, -1), x], 1))[:, 0])
+
+
+@pytest.mark.parametrize("kind", METHODS)
+@pytest.mark.parametrize("steps", [5, 8], ids=["T", "T = B"])
+def test_a_transformer_with_a_class_token_trains(kind, steps):
+    x = torch.randn(8, steps, 4, generator=torch.Generator().manual_seed(0))
+    adam = partial(torch.optim.Adam, lr=0.03)
+    solver, losses = trained(Tokens(), x, METHODS[kind](scale=0.3, entropy=1e-3), steps=30, optimizer=adam)
+    assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
+    factors = dict(zip(solver.response.theta.rowwise.names, solver.response.theta.rowwise.factors, strict=True))
+    assert all(factors[name].abs().max() > 0 for name in ("token", "encoder.self_attn.in_proj_weight"))
+
+
 def test_an_operation_without_a_rule_names_the_weight_and_the_remedy():
     class Odd(nn.Module):
         def __init__(self):

@@ -92,7 +92,7 @@ def test_examples_without_a_network_are_refused(method):
 
 @pytest.mark.parametrize("method", THREE)
 def test_other_names_of_perturb_are_refused(method):
-    with pytest.raises(ValueError, match="perturb must be 'example' or 'batch', got 'examples'"):
+    with pytest.raises(ValueError, match="perturb must be 'example', 'batch' or None, got 'examples'"):
         method(perturb="examples")
 
 
@@ -101,7 +101,7 @@ def test_a_response_by_rows_fits_where_a_dense_one_does_not(method):
     """n + r h numbers rather than n h, and no limit on them."""
     problem = network_problem(Tanh(3, 4, 2))
     with pytest.raises(MemoryError):
-        method(max_gigabytes=1e-7).bind(problem)
+        method(structure="dense", max_gigabytes=1e-7).bind(problem)
     response = method(structure="rowwise", max_gigabytes=1e-7).bind(problem)
     assert sum(part.numel() for part in response.theta.parameters()) == 20 + 6 * 3
     with pytest.raises(MemoryError):

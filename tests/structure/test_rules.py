@@ -256,12 +256,28 @@ class Lost(nn.Module):
 @pytest.mark.parametrize(
     ("use", "words"),
     [
-        (lambda x, w: F.linear(x, w.T), ["weight", "__get__"]),
+        (lambda x, w: F.linear(x, F.normalize(w)), ["normalize"]),
+        (lambda x, w: F.linear(x, w / w.norm(dim=1, keepdim=True)), ["norm"]),
+        (lambda x, w: F.linear(x, torch._weight_norm(w, torch.ones(4, 1))), ["_weight_norm"]),
+        (lambda x, w: F.linear(x, w[torch.arange(4)]), ["__getitem__", "told apart"]),
+        (lambda x, w: x[:, :1] * w.flatten(), ["flatten", "told apart"]),
+        (lambda x, w: F.linear(x, w.repeat(2, 1)), ["repeat"]),
+        (lambda x, w: F.linear(x, w.to(torch.int).double()), ["to", "int32"]),
+        (lambda x, w: F.linear(x, w.reshape(2, 2, 4).transpose(1, 2).reshape(2, 8).view(4, 4)), ["reshape"]),
+        (lambda x, w: F.conv1d(x[..., None], w.T[..., None]), ["conv1d", "rows in dimensions [1]"]),
+        (lambda x, w: F.embedding(torch.ones_like(x, dtype=torch.int), w.T), ["embedding", "not in dimension 0"]),
+        (lambda x, w: x.clone().add_(w[0]), ["add_"]),
+        (lambda x, w: torch.add(x, w[0], alpha=2), ["add", "alpha"]),
+        (lambda x, w: torch.addmm(w[0], x, w, beta=2), ["addmm", "beta"]),
+        (lambda x, w: torch.cat([x, w[:1].expand_as(x)]), ["cat", "dimension of the examples"]),
+        (lambda x, w: torch.cat([x[:4], w], 1), ["cat", "(4, 4)"]),
+        (lambda x, w: x + (w[:1] + w[1:2]), ["add", "(1, 4)"]),
+        (lambda x, w: 1 / w, ["rdiv"]),
         (lambda x, w: F.linear(x, w.exp()), ["exp"]),
         (lambda x, w: torch.einsum("bi,oi->bo", x, w), ["einsum"]),
-        (lambda x, w: F.bilinear(x, x, w[None]), ["__getitem__"]),
+        (lambda x, w: F.bilinear(x, x, w[None]), ["bilinear"]),
         (lambda x, w: x + w.sum(), ["sum"]),
-        (lambda x, w: x / w[0], ["__getitem__"]),
+        (lambda x, w: x / w[0], ["div", "divisor"]),
         (lambda x, w: F.linear(x.T, w), ["linear", "(4, 6)", "6 examples"]),
         (lambda x, w: F.linear(x.reshape(3, 2, 4), w), ["linear", "(3, 2, 4)"]),
         (lambda x, w: torch.func.vmap(lambda row: w @ row)(x), ["weight"]),
@@ -333,8 +349,17 @@ def test_parameter_counts_are_those_of_the_paper():
     assert count(convolution) == 2 * sum(weight.numel() for weight in convolution.parameters()) + 2 * H * 8
 
 
-def test_a_weight_in_the_place_of_an_activation_is_refused_even_if_it_has_as_many_rows_as_examples():
-    net = Lost(lambda x, w: F.linear(w, torch.ones(2, 4, dtype=w.dtype)))
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x, w: F.linear(w, torch.ones(2, 4, dtype=w.dtype)),
+        lambda x, w: x + w,
+        lambda x, w: x + w.T,
+        lambda x, w: torch.cat([x, w], 1),
+    ],
+)
+def test_a_weight_in_the_place_of_an_activation_is_refused_even_if_it_has_as_many_rows_as_examples(use):
+    net = Lost(use)
     weights, theta, noise = setup(net, 4)
-    with pytest.raises(ValueError, match="'weight' is used by linear"):
-        run(net, weights, theta, noise, torch.randn(4, 3), linearized=False)
+    with pytest.raises(ValueError, match=r"'weight' is used by (linear|add|cat)"):
+        run(net, weights, theta, noise, torch.randn(4, 4), linearized=False)

@@ -1,0 +1,90 @@
+"""A computation with a module, compiled as a function of all tensors that the module holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from bilevel.compilation.graph import Backend, Later
+from bilevel.compilation.staged import Staged
+
+
+@final
+class OfModule:
+    """A function of some parameters of a module, in which the module takes part; compiled when it is first called.
+
+    Parameters and buffers are inputs of the graph, so that training may change them. What the function does to
+    buffers is done to the module afterwards. What cannot be compiled runs as it is, as in :class:`Staged`.
+
+    Attributes:
+        staged: The compiled part.
+
+    Example:
+        >>> line = nn.Linear(1, 1)
+        >>> slope = OfModule(
+        ...     line, [line.weight], "a slope",
+        ...     lambda params, x: torch.autograd.grad(line(x).sum(), params), backend=lambda graph, inputs: graph,
+        ... )
+        >>> slope(torch.tensor([[2.0], [3.0]]))
+        (tensor([[5.]]),)
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        params: Sequence[nn.Parameter],
+        name: str,
+        function: Callable[..., Any],
+        *,
+        backend: Backend | None = None,
+        after: Staged | None = None,
+    ) -> None:
+        """Compile ``function(params, *inputs)``, which warnings call ``name``; ``after`` as in :class:`Staged`."""
+        self._module = _Host(module)
+        self._function = function
+        self._names = [name for name, _ in self._module.named_parameters()]
+        self._buffer_names = [name for name, _ in self._module.named_buffers()]
+        places = {id(param): index for index, param in enumerate(self._module.parameters())}
+        self._places = [places[id(param)] for param in params]
+        self.staged = Staged(self._stage, name, backend=backend, after=after)
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Compute the function.
+
+        Args:
+            inputs: Nested tensors and plain values.
+
+        Returns:
+            What it returns.
+        """
+        buffers = [*self._module.buffers()]
+        (result, changed), _ = self.staged([*self._module.parameters()], buffers, inputs)
+        with torch.no_grad():
+            for buffer, value in zip(buffers, changed, strict=True):
+                buffer.copy_(value)
+        return result
+
+    def _stage(
+        self, params: list[Tensor], buffers: list[Tensor], inputs: tuple[Any, ...]
+    ) -> tuple[tuple[Any, list[Tensor]], list[Later]]:
+        leaves = [param.detach() for param in params]
+        chosen = [leaves[place].requires_grad_() for place in self._places]
+        copies = [buffer.clone() for buffer in buffers]
+        named = dict(zip([*self._names, *self._buffer_names], [*leaves, *copies], strict=True))
+        result = functional_call(self._module, named, (self._function, chosen, inputs))
+        return (result, copies), []
+
+
+class _Host(nn.Module):
+    """Runs a function while the module has the tensors that :func:`functional_call` is given."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, function: Callable[..., Any], params: list[Tensor], inputs: tuple[Any, ...]) -> Any:
+        return function(params, *inputs)

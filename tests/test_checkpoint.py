@@ -1,0 +1,166 @@
+"""A run that was stopped goes on as if it never had been."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import bilevel
+from bilevel.checkpoint import load, save
+
+
+def problem():
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2)).double()
+
+    def train_loss(model, hyper, batch):
+        x, y = batch
+        x = bilevel.functional.dropout(x, hyper["dropout"])
+        return F.cross_entropy(model(x), y) + hyper["decay"] * bilevel.l2(model.params)
+
+    return bilevel.Problem(
+        net,
+        inner_loss=train_loss,
+        outer_loss=lambda model, hyper, batch: F.cross_entropy(model(batch[0]), batch[1]),
+        hyper={"decay": bilevel.positive(1e-2), "dropout": bilevel.interval(0.0, 0.9, init=0.1)},
+    )
+
+
+def loader(seed):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(45, 3, generator=generator, dtype=torch.float64)
+    return DataLoader(TensorDataset(x, (x.sum(1) > 0).long()), batch_size=10, shuffle=True)
+
+
+def solve(checkpoint=None, **changes):
+    settings = {
+        "method": bilevel.DeltaSTN(entropy=1e-2),
+        "inner_optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        "inner_scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=3, gamma=0.7),
+        "inner_steps": 3,
+        "warmup": 2,
+        "steps": 13,
+        "evaluate_every": 2,
+        "progress": False,
+    }
+    return bilevel.solve(problem(), loader(1), loader(2), checkpoint=checkpoint, **(settings | changes))
+
+
+def rows(solution):
+    return [{name: value for name, value in row.items() if name != "seconds"} for row in solution.history.rows]
+
+
+def stop_after(index):
+    return [lambda event: event.index == index]
+
+
+@pytest.mark.parametrize("index", [1, 4, 7, 12])
+def test_a_run_goes_on_to_the_last_bit(tmp_path, index):
+    whole = solve()
+    part = solve(tmp_path / "run.pt", callbacks=stop_after(index))
+    assert part.stopped == "callback"
+    rest = solve(tmp_path / "run.pt")
+    assert rest.stopped == "steps"
+    assert rows(rest) == rows(whole)
+    torch.testing.assert_close(rest.state_dict, whole.state_dict, rtol=0, atol=0)
+    torch.testing.assert_close(dict(rest.hyper), dict(whole.hyper), rtol=0, atol=0)
+    assert rest.best.round == whole.best.round
+    torch.testing.assert_close(rest.best.state_dict, whole.best.state_dict, rtol=0, atol=0)
+    assert rest.history["seconds"][-1] >= part.history["seconds"][-1]
+
+
+def test_an_interrupt_keeps_the_last_validation_pass(tmp_path):
+    def interrupt(event):
+        if event.index == 7:
+            raise KeyboardInterrupt
+
+    stopped = solve(tmp_path / "run.pt", callbacks=[interrupt])
+    assert stopped.stopped == "interrupted"
+    assert load(tmp_path / "run.pt")["rounds"] == 6
+    assert rows(solve(tmp_path / "run.pt")) == rows(solve())
+
+
+def test_a_finished_run_is_only_read_again_and_can_be_prolonged(tmp_path):
+    first = solve(tmp_path / "run.pt", steps=4)
+    calls = []
+    again = solve(tmp_path / "run.pt", steps=4, callbacks=[calls.append])
+    assert calls == [] and again.stopped == "steps" and again.best.round == first.best.round
+    assert rows(again) == rows(first)
+    assert len(solve(tmp_path / "run.pt", steps=6).history) == 6
+
+
+def test_epochs_and_patience_count_on(tmp_path):
+    whole = solve(steps=None, epochs=6, evaluate_every=None)
+    solve(tmp_path / "run.pt", steps=None, epochs=6, evaluate_every=None, callbacks=stop_after(5))
+    rest = solve(tmp_path / "run.pt", steps=None, epochs=6, evaluate_every=None)
+    assert rest.stopped == "epochs" and len(rest.history) == len(whole.history)
+    torch.testing.assert_close(rest.state_dict, whole.state_dict, rtol=0, atol=0)
+    frozen = {"outer_optimizer": partial(torch.optim.SGD, lr=0.0), "inner_optimizer": partial(torch.optim.SGD, lr=0.0)}
+    # BatchNorm statistics still move, so that the loss may improve: patience of one pass is soon used up.
+    whole = solve(patience=1, steps=60, **frozen)
+    solve(tmp_path / "patience.pt", patience=1, steps=60, callbacks=stop_after(2), **frozen)
+    assert len(solve(tmp_path / "patience.pt", patience=1, steps=60, **frozen).history) == len(whole.history)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"inner_steps": 2}, "inner_steps=3"),
+        ({"outer_steps": 2}, "outer_steps=1"),
+        ({"accumulate": 2}, "accumulate=1"),
+        ({"warmup": 0}, "warmup=2"),
+        ({"evaluate_every": 5}, "evaluate_every=2"),
+        ({"method": "stn"}, "method"),
+        ({"inner_optimizer": torch.optim.Adam}, "optimizers"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(tmp_path, changes, message):
+    solve(tmp_path / "run.pt", steps=2)
+    with pytest.raises(ValueError, match=message):
+        solve(tmp_path / "run.pt", **changes)
+
+
+def test_a_shorter_loader_is_refused(tmp_path):
+    solve(tmp_path / "run.pt", steps=4)  # 12 batches, 2 in the third pass
+    with pytest.raises(ValueError, match="batch 2 of train, which has only 1"):
+        bilevel.solve(
+            problem(),
+            DataLoader(loader(1).dataset, batch_size=45),
+            loader(2),
+            method=bilevel.DeltaSTN(entropy=1e-2),
+            checkpoint=tmp_path / "run.pt",
+            inner_steps=3,
+            warmup=2,
+            evaluate_every=2,
+        )
+
+
+def test_a_damaged_or_foreign_file_is_refused(tmp_path):
+    path = tmp_path / "run.pt"
+    save(path, {"weights": torch.arange(1000.0)})
+    torch.testing.assert_close(load(path)["weights"], torch.arange(1000.0))
+    content = bytearray(path.read_bytes())
+    for position in range(len(content) - 3000, len(content), 100):
+        damaged = content.copy()
+        damaged[position] ^= 1
+        path.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"run\.pt is damaged.*remove it"):
+            load(path)
+    for foreign in (b"", b"hello", content[:15], content[:40]):
+        path.write_bytes(foreign)
+        with pytest.raises(ValueError, match=r"not written by bilevel|damaged"):
+            load(path)
+    assert path.exists()
+
+
+def test_writing_fails_without_a_loss(tmp_path, monkeypatch):
+    path = tmp_path / "new" / "run.pt"
+    save(path, {"a": 1})
+    monkeypatch.setattr("bilevel.checkpoint.os.fsync", lambda descriptor: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        save(path, {"a": 2})
+    assert load(path) == {"a": 1}
