@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test docs ridge cleaning fewshot format clean
+.PHONY: demo test docs ridge linear cleaning fewshot format clean
 
 demo: .venv/.demo  ## tune an MLP on scikit-learn's digits with three methods, against fixed hyperparameters
 	$(BIN)/python -m applications.digits
@@ -20,6 +20,9 @@ docs: .venv/.test  ## the HTML pages in docs/_build/html
 
 ridge: .venv/.demo  ## ridge regression on the UCI sets in DATA (or scikit-learn's diabetes), against the closed-form optimum
 	$(BIN)/python -m applications.ridge $(if $(DATA),--data $(DATA))
+
+linear: .venv/.demo  ## the paper's linear models against their exact optimum; ARGS="--problem linear_network", for example
+	$(BIN)/python -m applications linear $(if $(DATA),--data $(DATA)) $(ARGS)
 
 cleaning: .venv/.demo  ## learn which training examples have wrong labels, on digits or on the MNIST files in DATA
 	$(BIN)/python -m applications.cleaning $(if $(DATA),--data $(DATA))

@@ -12,8 +12,8 @@ wrong labels too: where they give them a low probability (AUC), where they predi
     python -m applications.cleaning --data DIR        # MNIST or FashionMNIST: DIR/train-images-idx3-ubyte.gz, ...
 
 Two kinds of methods do not fit, and can be tried with --methods. Those that learn a response (stn, centered_stn,
-delta_stn) see the weight of each example only through the noise of all others. And unrolled_forward pushes one tangent per
-example through every step.
+delta_stn) see the weight of each example only through the noise of all others. And unrolled_forward pushes one tangent
+for each example through every step.
 """
 
 from __future__ import annotations

@@ -74,7 +74,8 @@ class ClosedForm:
 
     def weights(self, hyper: float) -> Array:
         """The exact solution in the eigenbasis."""
-        return self.projected / (self.eigenvalues + math.exp(hyper))
+        weights: Array = self.projected / (self.eigenvalues + math.exp(hyper))
+        return weights
 
     def loss(self, hyper: float) -> float:
         """The validation loss of the exact solution."""
@@ -275,8 +276,8 @@ def report(rows: list[dict[str, float | str]], methods: list[str], skipped: list
             cells += f"{'diverged':>22}" if math.isnan(hyper) else f"{hyper:13.2f}{closed:9.1%}"
         print(f"{row['set']:<10}{row['split']:>5}{float(row['optimum']):9.2f}{cells}{float(row['limit']):13.1%}")
     for method in methods:
-        closed = np.array([float(row[f"{method} closed"]) for row in rows])
-        enough, diverged = int((closed >= 0.9).sum()), int(np.isnan(closed).sum())
+        shares = np.array([float(row[f"{method} closed"]) for row in rows])
+        enough, diverged = int((shares >= 0.9).sum()), int(np.isnan(shares).sum())
         print(f"{method}: at least 90 % closed on {enough} of {len(rows)} splits, diverged on {diverged}.")
     if skipped:
         print(f"Skipped, because λ* is not inside (-8, 12): {', '.join(skipped)}.")

@@ -1,0 +1,352 @@
+"""Put runs side by side: the paper's tables and curves, from the folders that runs left."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from applications.tables import figure_of, markdown, mean_and_deviation, read_csv, shown, write_csv
+
+# Rows are tasks, columns are methods. The paper's Bayesian optimization used Gaussian processes.
+COLUMNS = {
+    "fixed": "fixed",
+    "fixed_noise": "fixed, noise",
+    "grid_search": "grid",
+    "random_search": "RS",
+    "gp": "BO (GP)",
+    "tpe": "BO (TPE)",
+    "cmaes": "CMA-ES",
+    "stn": "STN",
+    "centered_stn": "Centered STN",
+    "delta_stn": "Δ-STN",
+}
+_TABLE = ("random_search", "gp", "stn", "centered_stn", "delta_stn")
+Pair = tuple[float, float]
+# Validation and test losses; perplexities for text.
+PAPER: Mapping[str, tuple[str, Mapping[str, Pair]]] = {
+    name: ("tab:classification", dict(zip(_TABLE, pairs, strict=True)))
+    for name, pairs in {
+        "mnist": ((0.043, 0.042), (0.042, 0.043), (0.043, 0.041), (0.041, 0.039), (0.040, 0.038)),
+        "fashion": ((0.206, 0.214), (0.217, 0.215), (0.196, 0.218), (0.191, 0.212), (0.189, 0.209)),
+        "alexnet": ((0.631, 0.671), (0.594, 0.598), (0.474, 0.488), (0.431, 0.450), (0.425, 0.446)),
+        "vgg16": ((0.566, 0.595), (0.421, 0.446), (0.330, 0.354), (0.286, 0.321), (0.272, 0.296)),
+        "resnet18": ((0.264, 0.298), (0.230, 0.267), (0.266, 0.312), (0.222, 0.258), (0.204, 0.238)),
+        "ptb": ((84.81, 81.46), (72.13, 69.29), (70.67, 67.78), (69.40, 66.67), (68.63, 66.26)),
+    }.items()
+} | {
+    "mnist, input dropout only": (
+        "tab:dropout-rate",
+        {"fixed": (0.059, 0.054), "fixed_noise": (0.057, 0.059), "stn": (0.058, 0.058), "delta_stn": (0.053, 0.054)},
+    )
+}
+# In percent.
+PAPER_ACCURACY: Mapping[str, tuple[str, Mapping[str, Pair]]] = {
+    "alexnet": ("tab:acc", {"stn": (83.96, 83.38), "delta_stn": (85.63, 85.19)}),
+    "vgg16": ("tab:acc", {"stn": (89.22, 88.66), "delta_stn": (90.96, 90.26)}),
+    "resnet18": ("tab:acc", {"stn": (91.51, 90.16), "delta_stn": (93.46, 92.55)}),
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One finished run.
+
+    Attributes:
+        folder: Where it is.
+        row: The task, and what sets its kind of run apart.
+        method: The name of the method.
+        summary: The content of ``summary.json``.
+    """
+
+    folder: Path
+    row: str
+    method: str
+    summary: Mapping[str, Any]
+
+
+Table = dict[str, dict[str, list[Result]]]
+
+
+def compare(paths: Sequence[Path], *, out: Path | None = None, figure: Path | None = None) -> str:
+    """Compare all runs in some folders.
+
+    Args:
+        paths: Folders of runs, or folders that hold them at any depth.
+        out: Write the tables there as Markdown, and the numbers beside as CSV.
+        figure: Draw the best validation loss so far there, over epochs and over time.
+
+    Returns:
+        The tables, then everything that the reader should know about the runs.
+
+    Raises:
+        ValueError: If there is no finished run.
+    """
+    if out is not None and out.suffix == ".csv":
+        raise ValueError(f"--out {out}: name the text file, such as table.md; the CSV file is written beside it.")
+    results, warnings = load(paths)
+    if not results:
+        raise ValueError("\n".join([f"no finished run in {', '.join(map(str, paths))}.", *warnings]))
+    table = arrange(results)
+    warnings += differences(table)
+    text = losses(table)
+    accuracies = accuracy(table)
+    parts = [text, *([accuracies] if accuracies else []), *(["\n".join(warnings)] if warnings else [])]
+    report = "\n\n".join(parts)
+    if figure is not None:
+        draw(table, figure)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(report + "\n", encoding="utf-8")
+        write_csv(out.with_suffix(".csv"), numbers(table))
+    return report
+
+
+def load(paths: Iterable[Path]) -> tuple[list[Result], list[str]]:
+    """Read all runs; one that cannot be used is named.
+
+    Returns:
+        The finished runs, and a line for each of the others.
+
+    Raises:
+        FileNotFoundError: If a path does not exist.
+    """
+    folders: dict[Path, Path] = {}
+    for path in paths:
+        if not path.exists():
+            raise FileNotFoundError(f"{path} does not exist: give folders of runs.")
+        marks = [path] if path.is_file() else sorted([*path.rglob("settings.json"), *path.rglob("summary.json")])
+        folders |= {
+            mark.parent.resolve(): mark.parent for mark in marks if mark.name in ("settings.json", "summary.json")
+        }
+    results, warnings = [], []
+    for folder in folders.values():
+        try:
+            results.append(_result(folder))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            reason = f"{error.args[0]!r} is missing in summary.json" if isinstance(error, KeyError) else error
+            warnings.append(f"warning: skipped {folder}: {reason}")
+    return results, warnings
+
+
+def arrange(results: Iterable[Result]) -> Table:
+    """Runs by row and method, methods in the order of the table."""
+    found: Table = {}
+    for result in results:
+        found.setdefault(result.row, {}).setdefault(result.method, []).append(result)
+    order = [*COLUMNS]
+    rows = [*PAPER, *sorted(found)]
+    return {
+        row: dict(
+            sorted(found[row].items(), key=lambda entry: order.index(entry[0]) if entry[0] in order else len(order))
+        )
+        for row in sorted(found, key=rows.index)
+    }
+
+
+def differences(table: Table) -> list[str]:
+    """Whatever makes a comparison unfair: other settings, the same seed twice, runs that ended early.
+
+    Returns:
+        A line for each.
+    """
+    lines = []
+    for row, methods in table.items():
+        for method, results in methods.items():
+            lines += [f"warning: {row}, {method}: {line}" for line in _differing(results)]
+            seeds: dict[Any, Path] = {}
+            for result in results:
+                seed = result.summary["seed"]
+                if seed in seeds:
+                    lines.append(f"warning: {row}, {method}: seed {seed} twice: {seeds[seed]}, {result.folder}")
+                seeds.setdefault(seed, result.folder)
+                if result.summary["stopped"] not in ("epochs", "trials"):
+                    epochs = result.summary["epochs"]
+                    lines.append(
+                        f"note: {result.folder} was stopped ({result.summary['stopped']}) after {epochs} epochs"
+                    )
+        lines += [
+            f"note: {row}, between methods: {line}" for line in _differing([runs[0] for runs in methods.values()])
+        ]
+    return lines
+
+
+def losses(table: Table) -> str:
+    """Best validation loss and the test loss of the same weights, or perplexities: ``tab:classification``."""
+    title = "Best validation (test) loss, perplexity for text; mean ± standard deviation over n seeds, lowest in bold."
+    return f"{title}\n\n{_render(table, _loss_pairs, PAPER, smallest=True)}"
+
+
+def accuracy(table: Table) -> str:
+    """The accuracies of the same weights, ``tab:acc``; empty if no run has them."""
+    having: Table = {}
+    for row, methods in table.items():
+        kept = {m: r for m, r in methods.items() if all("accuracy" in run.summary["valid"] for run in r)}
+        if kept:
+            having[row] = kept
+    if not having:
+        return ""
+    text = _render(having, _accuracy_pairs, PAPER_ACCURACY, smallest=False)
+    return f"Validation (test) accuracy in percent, of the weights with the best validation loss.\n\n{text}"
+
+
+def numbers(table: Table) -> list[dict[str, Any]]:
+    """The table as one row per task and method, and the paper's numbers beside."""
+    rows: list[dict[str, Any]] = []
+    for row, methods in table.items():
+        for method, results in methods.items():
+            entry: dict[str, Any] = {"task": row, "method": method, "source": "measured", "n": len(results)}
+            for part, values in zip(("valid", "test"), zip(*_loss_pairs(results), strict=True), strict=True):
+                entry[part], entry[f"{part}_std"] = mean_and_deviation(values)
+            entry["seconds"] = mean_and_deviation([run.summary["seconds"] for run in results])[0]
+            rows.append(entry)
+        source, pairs = PAPER.get(row, ("", {}))
+        rows += [{"task": row, "method": m, "source": source, "valid": v, "test": t} for m, (v, t) in pairs.items()]
+    return rows
+
+
+def draw(table: Table, path: Path) -> None:
+    """Draw the best validation loss so far: one row per task, over epochs and over time.
+
+    Thin lines are runs; a thick one is their mean, as far as all of them went.
+    """
+    figure, axes = figure_of(len(table), 2)
+    for (row, methods), pair in zip(table.items(), axes, strict=True):
+        for axis, column in zip(pair, ("epoch", "seconds"), strict=True):
+            for index, (method, results) in enumerate(methods.items()):
+                color, curves = f"C{index % 10}", [curve(run, column) for run in results]
+                for x, y in curves if len(curves) > 1 else []:
+                    axis.step(x, y, where="post", color=color, linewidth=0.5, alpha=0.5)
+                axis.step(*average(curves), where="post", color=color, linewidth=1.8, label=COLUMNS.get(method, method))
+            axis.set_xlabel("epochs" if column == "epoch" else "seconds")
+        pair[0].set_title(row, fontsize=9)
+        pair[0].set_ylabel("best validation loss")
+        pair[0].legend(fontsize=7)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+Curve = tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]
+
+
+def curve(result: Result, column: str) -> Curve:
+    """The best validation loss so far, over ``epoch`` or ``seconds``."""
+    rows = [row for row in read_csv(result.folder / "history.csv") if row.get("validation_loss")]
+    loss = np.minimum.accumulate([float(row["validation_loss"]) for row in rows])
+    if column == "epoch" and "epoch" not in rows[0]:
+        rounds = np.array([float(row["round"]) for row in rows])
+        return rounds * (result.summary["epochs"] / rounds[-1]), loss
+    return np.array([float(row[column]) for row in rows]), loss
+
+
+def average(curves: Sequence[Curve]) -> Curve:
+    """The mean of step functions, where all of them are defined.
+
+    Returns:
+        One step function, with the steps of all.
+
+    Example:
+        >>> average([(np.array([1.0, 2.0]), np.array([4.0, 2.0])), (np.array([1.0, 3.0]), np.array([6.0, 0.0]))])
+        (array([1., 2.]), array([5., 4.]))
+    """
+    first, last = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
+    every = np.unique(np.concatenate([x for x, _ in curves]))
+    steps = every[(every >= first) & (every <= last)]
+    if not len(steps):  # one run ended before another had its first value
+        return np.array([]), np.array([])
+    return steps, np.mean([y[np.searchsorted(x, steps, side="right") - 1] for x, y in curves], axis=0)
+
+
+def _result(folder: Path) -> Result:
+    """Read a run.
+
+    Returns:
+        What the tables need of it.
+
+    Raises:
+        ValueError: If it is not finished, or a file is damaged.
+    """
+    path = folder / "summary.json"
+    if not path.exists():
+        raise ValueError("it has no summary.json, so the run is not finished")
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"summary.json is damaged ({error})") from None
+    if summary["stopped"] == "interrupted":
+        raise ValueError("it was interrupted; the same command goes on with it")
+    if not all(math.isfinite(summary[part]["loss"]) for part in ("valid", "test")):
+        raise ValueError("its losses are not finite")
+    row = summary["task"]
+    row += ", input dropout only" if summary["settings"].get("only_input") else ""
+    row += ", generated data" if summary["data"] == "generated" else ""
+    for key in ("seed", "epochs", "seconds", "init"):
+        summary[key]
+    result = Result(folder, row, summary["method"], summary)
+    try:
+        curve(result, "seconds")
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"history.csv is missing or damaged ({error})") from None
+    return result
+
+
+def _differing(results: Sequence[Result]) -> list[str]:
+    """What the settings of runs do not have in common."""
+    lines = []
+    whole = [{**run.summary["settings"], **{f"init {k}": v for k, v in run.summary["init"].items()}} for run in results]
+    for key in dict.fromkeys(key for settings in whole for key in settings):
+        values: dict[str, list[str]] = {}
+        for run, settings in zip(results, whole, strict=True):
+            values.setdefault(str(settings.get(key, "not given")), []).append(str(run.folder))
+        if len(values) > 1:
+            lines.append(f"{key} is " + ", ".join(f"{value} in {' and '.join(at)}" for value, at in values.items()))
+    return lines
+
+
+def _loss_pairs(results: Sequence[Result]) -> list[Pair]:
+    def number(measures: Mapping[str, float]) -> float:
+        return measures.get("perplexity", measures["loss"])
+
+    return [(number(run.summary["valid"]), number(run.summary["test"])) for run in results]
+
+
+def _accuracy_pairs(results: Sequence[Result]) -> list[Pair]:
+    return [(100 * run.summary["valid"]["accuracy"], 100 * run.summary["test"]["accuracy"]) for run in results]
+
+
+def _render(table: Table, pairs_of: Any, paper: Mapping[str, tuple[str, Mapping[str, Pair]]], *, smallest: bool) -> str:
+    used = {method for methods in table.values() for method in methods}
+    used |= {method for row in table for method in paper.get(row, ("", {}))[1]}
+    columns = [*(method for method in COLUMNS if method in used), *sorted(used - set(COLUMNS))]
+    rows = []
+    for row, methods in table.items():
+        cells = {method: pairs_of(results) for method, results in methods.items()}
+        rows.append([row, *_cells(cells, columns, digits=4, smallest=smallest)])
+        if row in paper:
+            source, pairs = paper[row]
+            published = {method: [pair] for method, pair in pairs.items()}
+            rows.append([f"paper, {source}", *_cells(published, columns, digits=3, smallest=smallest)])
+    return markdown(["task", *(COLUMNS.get(method, method) for method in columns)], rows)
+
+
+def _cells(pairs: Mapping[str, Sequence[Pair]], columns: Sequence[str], *, digits: int, smallest: bool) -> list[str]:
+    """Text for each column; the best mean of validation and that of test are bold."""
+    means = {method: np.mean(values, axis=0) for method, values in pairs.items()}
+    best = (np.min if smallest else np.max)(list(means.values()), axis=0)
+    cells = []
+    for method in columns:
+        if method not in pairs:
+            cells.append("")
+            continue
+        parts = []
+        for index, values in enumerate(zip(*pairs[method], strict=True)):
+            text = shown(values, 2 if best[index] >= 10 else digits)
+            parts.append(f"**{text}**" if len(means) > 1 and means[method][index] == best[index] else text)
+        cells.append(f"{parts[0]} ({parts[1]})" + (f", n={len(pairs[method])}" if len(pairs[method]) > 1 else ""))
+    return cells

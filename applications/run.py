@@ -1,0 +1,230 @@
+"""One run: a task, a method, a folder with everything that happened."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import bilevel
+from applications.fixed import Fixed
+from applications.task import FIXED, SELF_TUNING, Experiment, Settings, Task
+
+
+def run(
+    task: Task,
+    method: str,
+    settings: Settings,
+    *,
+    out: Path,
+    data: Path | None,
+    seed: int = 0,
+    device: torch.device | None = None,
+    init: Mapping[str, Any] | None = None,
+    seconds: float | None = None,
+    callbacks: Iterable[Callable[[bilevel.Round], bool | None]] = (),
+    progress: bool | None = None,
+    plots: bool = True,
+) -> dict[str, Any]:
+    """Train with one method, or go on with a run that was stopped, and leave a folder.
+
+    ``settings.json``, ``environment.json``, ``history.csv``, ``summary.json``, ``schedules.png``, ``best.pt`` (weights
+    at the best validation loss), ``checkpoint.pt`` (to go on from).
+
+    Args:
+        task: What to train.
+        method: One of ``task.methods``, but not a search.
+        settings: The numbers.
+        out: The folder.
+        data: Folder of the datasets; None takes small generated data.
+        seed: Of the weights, the split and all random numbers of the run.
+        device: Where to train; the CPU by default.
+        init: Initial values of hyperparameters, by name.
+        seconds: Stop after that many.
+        callbacks: As in :func:`bilevel.solve`.
+        progress: Likewise.
+        plots: Draw the schedules, which needs matplotlib.
+
+    Returns:
+        The summary.
+    """
+    device = torch.device("cpu") if device is None else device
+    described = describe(task, method, settings, data=data, seed=seed, init=init or {})
+    claim(out, described)
+    experiment = task.build(settings, data=data, folder=out, seed=seed, device=device, init=init or {})
+    write(out / "environment.json", environment(device))
+    solution = train(
+        experiment,
+        method,
+        settings,
+        seed=seed,
+        seconds=seconds,
+        checkpoint=out / "checkpoint.pt",
+        callbacks=callbacks,
+        progress=progress,
+    )
+    solution.history.to_csv(out / "history.csv")
+    if plots:
+        solution.plot(out / "schedules.png")
+    summary = described | summarize(experiment, solution, len(experiment.train) / settings.inner_steps)
+    assert solution.best is not None
+    torch.save(solution.best.state_dict, out / "best.pt")
+    write(out / "summary.json", summary)
+    return summary
+
+
+def train(
+    experiment: Experiment,
+    method: str,
+    settings: Settings,
+    *,
+    seed: int,
+    seconds: float | None = None,
+    checkpoint: Path | None = None,
+    callbacks: Iterable[Callable[[bilevel.Round], bool | None]] = (),
+    progress: bool | None = None,
+) -> bilevel.Solution:
+    """Run one method with the settings of a task; the arguments are those of :func:`run`."""
+    return bilevel.solve(
+        experiment.problem,
+        experiment.train,
+        experiment.valid,
+        method=method_of(method, settings),
+        inner_steps=settings.inner_steps if method in (*SELF_TUNING, *FIXED) else None,
+        outer_steps=settings.outer_steps,
+        warmup=warmup_rounds(method, settings, len(experiment.train)),
+        epochs=settings.epochs,
+        time_budget=seconds,
+        checkpoint=checkpoint,
+        progress=progress,
+        seed=seed,
+        **{**experiment.solve, "callbacks": [*experiment.solve.get("callbacks", ()), *callbacks]},
+    )
+
+
+def method_of(name: str, settings: Settings) -> bilevel.Method:
+    """The method of that name with the settings of the task."""
+    if name in FIXED:
+        return Fixed(settings.scale if name == "fixed_noise" else 0.0)
+    method = bilevel.METHODS[name]
+    if isinstance(method, bilevel.STN | bilevel.CenteredSTN | bilevel.DeltaSTN):
+        return dataclasses.replace(method, scale=settings.scale, entropy=settings.entropy)
+    return method
+
+
+def warmup_rounds(method: str, settings: Settings, batches: int) -> int:
+    """Rounds in which the hyperparameters stay: all there can be, for a method that does not tune."""
+    if method in FIXED:
+        return sys.maxsize
+    return math.ceil(settings.warmup * batches / settings.inner_steps) if method in SELF_TUNING else 0
+
+
+def summarize(experiment: Experiment, solution: bilevel.Solution, rounds_per_epoch: float) -> dict[str, Any]:
+    """What the tables show: measures of the best weights on both sets, hyperparameters, time."""
+    best = solution.best
+    if best is None:
+        raise ValueError("the run ended before its first validation pass: give it more time.")
+    experiment.net.load_state_dict(best.state_dict)
+    return {
+        "stopped": solution.stopped,
+        "epochs": round(solution.history["round"][-1] / rounds_per_epoch, 2),
+        "seconds": round(float(solution.history["seconds"][-1]), 1),
+        "best_epoch": round(best.round / rounds_per_epoch, 2),
+        "valid": measure(experiment, best.hyper, experiment.valid),
+        "test": measure(experiment, best.hyper, experiment.test),
+        "best_hyper": {name: value.tolist() for name, value in best.hyper.items()},
+        "hyper": {name: value.tolist() for name, value in solution.hyper.items()},
+    }
+
+
+@torch.no_grad()
+def measure(experiment: Experiment, hyper: Mapping[str, torch.Tensor], batches: Iterable[Any]) -> dict[str, float]:
+    """The outer loss and what it returns beside, averaged over a set, in eval mode.
+
+    Returns:
+        ``loss`` and the other measures by name.
+    """
+    net = experiment.net.eval()
+    model = bilevel.Model(dict(net.named_parameters()), net)
+    total: dict[str, float] = {}
+    count = 0
+    with torch.random.fork_rng([]):  # batches that are shuffled come in the same order, and sums round the same way
+        torch.default_generator.manual_seed(0)
+        for batch in batches:
+            loss, measures = experiment.outer_loss(model, hyper, batch)
+            size = experiment.problem.examples(batch) or 1
+            count += size
+            for name, value in {"loss": loss, **measures}.items():
+                total[name] = total.get(name, 0.0) + size * float(value.double().mean())
+    means = {name: value / count for name, value in total.items()}
+    return {**means, **experiment.derive(means)}
+
+
+def describe(
+    task: Task, method: str, settings: Settings, *, data: Path | None, seed: int, init: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What makes a run the run it is."""
+    return {
+        "task": task.name,
+        "method": method,
+        "seed": seed,
+        "data": "generated" if data is None else "real",
+        "init": dict(init),
+        "settings": dataclasses.asdict(settings),
+    }
+
+
+def claim(out: Path, described: dict[str, Any]) -> None:
+    """Take a folder for a run, unless it holds another one.
+
+    Raises:
+        ValueError: If it does.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "settings.json"
+    plain = json.loads(json.dumps(described))
+    if path.exists():
+        before = json.loads(path.read_text(encoding="utf-8"))
+        # More epochs prolong a run.
+        differs = [key for key in plain if _without_epochs(before.get(key)) != _without_epochs(plain[key])]
+        if differs:
+            raise ValueError(
+                f"--out {out} holds another run: {differs[0]} was {before.get(differs[0])}, now it is "
+                f"{plain[differs[0]]}. Choose another folder, or remove it."
+            )
+    write(path, plain)
+
+
+def write(path: Path, content: dict[str, Any]) -> None:
+    """Write JSON in one piece."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")  # processes of one search share a folder
+    part.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    part.replace(path)
+
+
+def environment(device: torch.device) -> dict[str, Any]:
+    """Where and when a run was made."""
+    accelerator = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "command": " ".join(["python -m applications", *sys.argv[1:]]),
+        "bilevel": bilevel.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "device": accelerator or device.type,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _without_epochs(value: Any) -> Any:
+    return {key: entry for key, entry in value.items() if key != "epochs"} if isinstance(value, dict) else value

@@ -1,0 +1,157 @@
+"""What an experiment consists of: settings with names, a bilevel problem, batches, optimizers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+import bilevel
+
+SELF_TUNING = ("stn", "centered_stn", "delta_stn")
+FIXED = ("fixed", "fixed_noise")
+SEARCHES = ("grid_search", "random_search", "tpe", "gp", "cmaes")
+Loss = Callable[[bilevel.Model, Mapping[str, Tensor], Any], tuple[Tensor, dict[str, Tensor]]]
+
+
+def option(default: Any, help: str) -> Any:
+    """A setting with a line of help for the command line.
+
+    Returns:
+        A field of a dataclass.
+    """
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The numbers of a run that every task has."""
+
+    epochs: int = option(100, "passes over the training data")
+    batch_size: int = option(128, "examples per batch")
+    warmup: int = option(5, "epochs in which the hyperparameters do not move")
+    inner_steps: int = option(5, "training steps between outer steps (T_train)")
+    outer_steps: int = option(1, "outer steps after them (T_valid)")
+    learning_rate: float = option(0.01, "of the weights and of their response")
+    outer_learning_rate: float = option(0.01, "of the hyperparameters and of their scale")
+    scale: float = option(1.0, "standard deviation of the perturbation, at the start")
+    entropy: float | None = option(None, "weight of the entropy with which the scale is learned; none keeps it fixed")
+    limit: int | None = option(None, "use only so many training examples; none uses all")
+
+
+class Loader(Protocol):
+    """Batches, pass after pass."""
+
+    def __len__(self) -> int:
+        """Count the batches of a pass."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Pass over the data once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """A task with its data and its network, ready to run.
+
+    Attributes:
+        problem: The bilevel problem; its outer loss returns a pair of the loss and of other measures by name.
+        net: The network of the problem.
+        outer_loss: The same loss once more, to be measured on ``test``.
+        train: Batches for the inner loss.
+        valid: Batches for the outer loss.
+        test: Batches that no method sees.
+        solve: Further arguments of :func:`bilevel.solve`: optimizers, schedulers, clipping, callbacks.
+        search: Range that black-box searches explore, by name of the hyperparameter.
+        derive: Further measures, computed from the means over a set, such as a perplexity.
+    """
+
+    problem: bilevel.Problem
+    net: nn.Module
+    outer_loss: Loss
+    train: Loader
+    valid: Iterable[Any]
+    test: Iterable[Any]
+    solve: Mapping[str, Any]
+    search: Mapping[str, tuple[float, float]]
+    derive: Callable[[Mapping[str, float]], Mapping[str, float]] = lambda means: {}
+
+
+class Task(ABC):
+    """A row of the paper's table: data, network, hyperparameters and presets.
+
+    Attributes:
+        name: On the command line.
+        summary: One line for the help.
+        presets: Settings by name: ``paper`` as published, ``quick`` for minutes on a CPU.
+        methods: What can tune it.
+        datasets: What has to be under the data folder.
+    """
+
+    name: str
+    summary: str
+    presets: Mapping[str, Settings]
+    methods: tuple[str, ...] = (*SELF_TUNING, *FIXED, *SEARCHES)
+    datasets: tuple[str, ...] = ()
+
+    @abstractmethod
+    def build(
+        self,
+        settings: Any,
+        *,
+        data: Path | None,
+        folder: Path | None,
+        seed: int,
+        device: torch.device,
+        init: Mapping[str, Any],
+    ) -> Experiment:
+        """Read the data, draw the weights and the split.
+
+        Args:
+            settings: One of the presets, perhaps changed.
+            data: Folder of the datasets; None generates small data of the same kind.
+            folder: Of the run, where the split is kept; None keeps nothing.
+            seed: Of the weights and of the split.
+            device: Where to train.
+            init: Initial values of hyperparameters that differ from those of the task, by name.
+
+        Returns:
+            The experiment.
+        """
+
+
+class Batches:
+    """Batches of tensors that are on the device already, shuffled anew in every pass.
+
+    Example:
+        >>> [x.tolist() for (x,) in Batches([torch.arange(5)], 2, shuffle=False)]
+        [[0, 1], [2, 3], [4]]
+    """
+
+    def __init__(self, tensors: Sequence[Tensor], size: int, *, shuffle: bool) -> None:
+        """Cut tensors into batches of ``size`` examples."""
+        self.tensors, self.size, self.shuffle = tensors, size, shuffle
+
+    def __len__(self) -> int:
+        """Count the batches.
+
+        Returns:
+            Their number.
+        """
+        return -(-len(self.tensors[0]) // self.size)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        """Pass over the data once.
+
+        Yields:
+            One tensor of a batch for each tensor.
+        """
+        count, device = len(self.tensors[0]), self.tensors[0].device
+        # The order comes from the CPU, so that it is the same on every device.
+        order = (torch.randperm(count) if self.shuffle else torch.arange(count)).to(device)
+        for rows in order.split(self.size):
+            yield tuple(tensor[rows] for tensor in self.tensors)

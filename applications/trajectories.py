@@ -1,0 +1,147 @@
+"""Trajectories of one hyperparameter against its exact optimum: a table, values, a figure."""
+
+from __future__ import annotations
+
+import csv
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import bilevel
+from applications.optima import Array, ClosedForm, Split
+
+CSV_POINTS = 50
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a method did to the hyperparameter.
+
+    Attributes:
+        method: Its name.
+        seed: Of the run.
+        values: Natural values after each round; NaN after a divergence.
+    """
+
+    method: str
+    seed: int
+    values: Array
+
+    @property
+    def diverged(self) -> bool:
+        """Whether the run ended early."""
+        return bool(np.isnan(self.values[-1]))
+
+
+@dataclass(frozen=True)
+class Panel:
+    """All runs on one data set.
+
+    Attributes:
+        split: The data.
+        exact: Its closed form.
+        hyper: Name of the hyperparameter.
+        space: Its transform and its start.
+        optimum: The best unconstrained value.
+        scale: Of the perturbation.
+        runs: What the methods did.
+    """
+
+    split: Split
+    exact: ClosedForm
+    hyper: str
+    space: bilevel.Hyper
+    optimum: float
+    scale: float
+    runs: list[Run]
+
+    def unconstrained(self, values: Array) -> Array:
+        """The unconstrained λ of natural values."""
+        return self.space.unconstrained(torch.from_numpy(values)).numpy()
+
+    def natural(self, value: float) -> float:
+        """The natural value of an unconstrained λ."""
+        return float(self.space.natural(torch.tensor(value, dtype=torch.float64)))
+
+    @property
+    def limit(self) -> float:
+        """Where Δ-STN would end with exact expectations, unconstrained."""
+        return self.exact.limit(float(self.unconstrained(self.space.init.double().numpy())), self.scale)
+
+
+def table(panel: Panel) -> str:
+    """The runs of a set against its optimum, by method."""
+    rows = panel.split.train[0].shape
+    lines = [
+        f"{panel.split.name}, split {panel.split.seed}: {rows[0]} training examples, {rows[1]} features; optimal "
+        f"{panel.hyper} {panel.natural(panel.optimum):.4g} (λ* = {panel.optimum:.2f}), start "
+        f"{float(panel.space.init):.4g}; limit of delta_stn: |λ − λ*| = {abs(panel.limit - panel.optimum):.2f}",
+        f"  {'method':<14}{panel.hyper:>11}{'|λ − λ*| at the end':>22}{'farthest':>10}{'excess loss':>13}"
+        f"{'diverged':>10}",
+    ]
+    best = panel.exact.loss(panel.optimum)
+    for method in dict.fromkeys(run.method for run in panel.runs):
+        runs = [run for run in panel.runs if run.method == method]
+        far = [np.nanmax(np.abs(panel.unconstrained(run.values) - panel.optimum)) for run in runs]
+        ends = panel.unconstrained(np.array([run.values[-1] for run in runs if not run.diverged]))
+        cells = f"{'-':>11}{'-':>22}"
+        excess = "-"
+        if len(ends):
+            distance = np.abs(ends - panel.optimum)
+            spread = f" ± {distance.std(ddof=1):.2f}" if len(ends) > 1 else ""
+            cells = f"{panel.natural(float(ends.mean())):>11.4g}{f'{distance.mean():.2f}{spread}':>22}"
+            excess = f"{np.mean([panel.exact.loss(end) for end in ends]) / best - 1:.2%}"
+        diverged = f"{len(runs) - len(ends)} of {len(runs)}"
+        lines.append(f"  {method:<14}{cells}{max(far):>10.2f}{excess:>13}{diverged:>10}")
+    return "\n".join(lines)
+
+
+def draw(panels: list[Panel], path: Path) -> None:
+    """Save the hyperparameter by round: the mean over the seeds in λ, a band from the lowest to the highest."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    columns = min(len(panels), 3)
+    rows = math.ceil(len(panels) / columns)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(4.4 * columns, 3.2 * rows), layout="constrained", squeeze=False, sharex=True
+    )
+    for axis, panel in zip(axes.flat, panels, strict=False):
+        for method in dict.fromkeys(run.method for run in panel.runs):
+            values = np.stack([run.values for run in panel.runs if run.method == method])
+            steps = np.arange(1, values.shape[1] + 1)
+            middle = np.exp(np.log(values).mean(0))
+            (line,) = axis.plot(steps, middle, label=method, linewidth=1.3)
+            axis.fill_between(steps, values.min(0), values.max(0), color=line.get_color(), alpha=0.15, linewidth=0)
+        axis.axhline(panel.natural(panel.optimum), color="black", linestyle="--", linewidth=1, label="optimum")
+        axis.axhline(panel.natural(panel.limit), color="grey", linestyle=":", linewidth=1, label="limit of delta_stn")
+        axis.set(title=panel.split.name, yscale="log", ylabel=panel.hyper)
+    for axis in axes[-1]:
+        axis.set_xlabel("round")
+    for axis in axes.flat[len(panels) :]:
+        axis.set_axis_off()
+    axes.flat[0].legend(fontsize=7)
+    figure.savefig(path, dpi=100)
+    plt.close(figure)
+
+
+def write_csv(panels: list[Panel], path: Path) -> None:
+    """Write the values of all runs at some fifty rounds, a column for each seed."""
+    seeds = sorted({run.seed for panel in panels for run in panel.runs})
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["set", "method", "round", "optimum", *(f"seed {seed}" for seed in seeds)])
+        for panel in panels:
+            optimum = f"{panel.natural(panel.optimum):.5g}"
+            rounds = len(panel.runs[0].values)
+            shown = sorted({*range(0, rounds, max(1, rounds // CSV_POINTS)), rounds - 1})
+            for method in dict.fromkeys(run.method for run in panel.runs):
+                runs = [run for run in panel.runs if run.method == method]
+                for index in shown:
+                    values = [f"{run.values[index]:.5g}" for run in runs]
+                    writer.writerow([panel.split.name, method, index + 1, optimum, *values])

@@ -1,0 +1,232 @@
+"""Runs: every image task with every method that is not a search, fixed hyperparameters, folders, the command line."""
+
+import dataclasses
+import json
+from functools import partial
+
+import pytest
+import torch
+
+import bilevel
+from applications import __main__ as cli
+from applications import data, images
+from applications.fixed import Fixed
+from applications.run import run, train
+from applications.task import FIXED, SEARCHES, SELF_TUNING
+
+TASKS = {task.name: task for task in images.TASKS}
+WIDTH = {"mnist": 8, "fashion": 1 / 16, "alexnet": 1 / 32, "vgg16": 1 / 16, "resnet18": 1 / 16}
+TINY = {"epochs": 1, "warmup": 0, "batch_size": 8, "limit": 16, "inner_steps": 1}
+
+
+@pytest.fixture(autouse=True)
+def few_images(monkeypatch):
+    monkeypatch.setattr(data, "synthetic_images", partial(data.synthetic_images, train=40, test=10))
+
+
+def tiny(task, **changes):
+    return dataclasses.replace(TASKS[task].presets["quick"], **{**TINY, "width": WIDTH[task], **changes})
+
+
+def tiny_run(task, method, out, *, init=None, seed=0, seconds=None, plots=False, **changes):
+    settings = tiny(task, **changes)
+    return run(
+        TASKS[task],
+        method,
+        settings,
+        out=out,
+        data=None,
+        seed=seed,
+        init=init,
+        seconds=seconds,
+        progress=False,
+        plots=plots,
+    )
+
+
+def build(task, init=None, **changes):
+    settings = tiny(task, **changes)
+    device = torch.device("cpu")
+    return settings, TASKS[task].build(settings, data=None, folder=None, seed=0, device=device, init=init or {})
+
+
+def command(*words):
+    cli.main([str(word) for word in words])
+
+
+@pytest.mark.parametrize("method", [*SELF_TUNING, *FIXED])
+@pytest.mark.parametrize("task", TASKS)
+def test_one_epoch_of_every_task_with_every_method(task, method, tmp_path):
+    summary = tiny_run(task, method, tmp_path)
+    history = (tmp_path / "history.csv").read_text().splitlines()
+    assert len(history) == 3
+    assert summary["stopped"] == "epochs"
+    assert summary["epochs"] == 1
+    assert {"loss", "accuracy"} <= set(summary["valid"]) & set(summary["test"])
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    moved = summary["hyper"]["dropout"] != pytest.approx([0.05] * len(summary["hyper"]["dropout"]), abs=1e-6)
+    assert moved == (method in SELF_TUNING)
+
+
+def test_every_image_task_takes_every_method():
+    assert all(set(task.methods) == {*SELF_TUNING, *FIXED, *SEARCHES} for task in TASKS.values())
+
+
+def test_a_run_leaves_its_files(tmp_path):
+    pytest.importorskip("matplotlib")
+    summary = tiny_run("mnist", "delta_stn", tmp_path, plots=True)
+    names = {"settings.json", "environment.json", "history.csv", "summary.json", "schedules.png", "best.pt"}
+    assert {path.name for path in tmp_path.iterdir()} == names | {"checkpoint.pt", "split.json"}
+    assert summary["task"] == "mnist"
+    assert summary["settings"]["width"] == 8
+    assert torch.__version__ == json.loads((tmp_path / "environment.json").read_text())["torch"]
+
+
+def test_the_summary_measures_the_best_weights(tmp_path):
+    """By hand: the network in eval mode on the standardised images, whatever the last weights are."""
+    summary = tiny_run("mnist", "fixed", tmp_path, epochs=3, learning_rate=0.5)
+    _, experiment = build("mnist")
+    experiment.net.load_state_dict(torch.load(tmp_path / "best.pt"))
+    (batch,) = experiment.test
+    loss, measures = experiment.outer_loss(
+        bilevel.Model(dict(experiment.net.named_parameters()), experiment.net.eval()),
+        {"dropout": torch.full((3,), 0.05)},
+        batch,
+    )
+    assert summary["test"] == pytest.approx({"loss": loss.item(), "accuracy": measures["accuracy"].item()})
+
+
+def test_fixed_is_plain_training():
+    """The same batches in a loop of ten lines, with the same optimizer, give the same weights."""
+    settings, experiment = build("mnist", init={"dropout": 1e-12}, epochs=3)  # nothing is dropped
+    torch.manual_seed(0)
+    batches = []
+    loader = experiment.train
+    experiment = dataclasses.replace(experiment, train=[batch for _ in range(3) for batch in loader])
+    solution = train(experiment, "fixed", dataclasses.replace(settings, epochs=1), seed=0, progress=False)
+    _, other = build("mnist")
+    optimizer = torch.optim.SGD(other.net.parameters(), lr=settings.learning_rate, momentum=settings.momentum)
+    pixels = torch.cat([x for x, _ in loader]).float() / 255
+    for x, y in experiment.train:
+        batches.append(len(y))
+        logits = other.net((x / 255 - pixels.mean()) / pixels.std(correction=0), torch.zeros(3))
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(logits, y).backward()
+        optimizer.step()
+    assert batches == [8] * 6
+    for name, value in other.net.named_parameters():
+        torch.testing.assert_close(solution.params[name], value.detach(), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(solution.hyper["dropout"], torch.full((3,), 1e-12), rtol=1e-3, atol=0)
+
+
+def seen_by(noise, *, shared=False):
+    """The hyperparameters in natural units that the training loss gets, with 4,000 examples."""
+    seen = []
+
+    def loss(model, hyper, batch):
+        seen.append(hyper["a"])
+        return (model.params["w"] ** 2).sum()
+
+    problem = bilevel.Problem(
+        {"w": torch.zeros(1)}, inner_loss=loss, outer_loss=loss, hyper={"a": bilevel.real(3.0, shared=shared)}
+    )
+    solver = bilevel.Solver(problem, method=Fixed(noise), seed=0)
+    solver.inner_step(torch.zeros(4000, 1))
+    return seen[0]
+
+
+def test_noise_perturbs_the_unconstrained_hyperparameters():
+    draws = seen_by(0.5)
+    assert draws.shape == (4000,)
+    assert draws.mean().item() == pytest.approx(3.0, abs=0.05)
+    assert draws.std().item() == pytest.approx(0.5, abs=0.03)
+    assert torch.equal(seen_by(0.0).flatten().unique(), torch.tensor([3.0]))
+
+
+def test_a_shared_hyperparameter_has_one_perturbation():
+    (value,) = seen_by(0.5, shared=True).flatten().unique()
+    assert value != 3.0
+
+
+def test_the_noise_of_fixed_noise_is_the_scale(tmp_path):
+    """No scale: the run of fixed. Some: another one. The hyperparameters stay in both."""
+    plain = tiny_run("mnist", "fixed", tmp_path / "a")
+    silent = tiny_run("mnist", "fixed_noise", tmp_path / "b", scale=0.0)
+    noisy = tiny_run("mnist", "fixed_noise", tmp_path / "c", scale=1.0)
+    assert plain["valid"] == silent["valid"] != noisy["valid"]
+    assert plain["hyper"] == noisy["hyper"]
+
+
+@pytest.mark.parametrize("method", ["delta_stn", "fixed_noise"])
+def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(method, tmp_path):
+    whole = tiny_run("mnist", method, tmp_path / "whole", epochs=3)
+    torch.rand(7)  # the state of the global generator does not matter
+    first = tiny_run("mnist", method, tmp_path / "parts", epochs=1)
+    both = tiny_run("mnist", method, tmp_path / "parts", epochs=3)
+    assert first["epochs"] == 1
+    changing = ("seconds",)
+    assert {k: v for k, v in both.items() if k not in changing} == {k: v for k, v in whole.items() if k not in changing}
+    weights = [torch.load(tmp_path / name / "best.pt") for name in ("whole", "parts")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_the_folder_of_another_run_is_refused(tmp_path):
+    tiny_run("mnist", "fixed", tmp_path)
+    before = (tmp_path / "settings.json").read_bytes()
+    with pytest.raises(ValueError, match=r"holds another run: method was fixed, now it is stn.*another folder"):
+        tiny_run("mnist", "stn", tmp_path)
+    with pytest.raises(ValueError, match="holds another run: seed was 0, now it is 1"):
+        tiny_run("mnist", "fixed", tmp_path, seed=1)
+    with pytest.raises(ValueError, match="holds another run: settings was"):
+        tiny_run("mnist", "fixed", tmp_path, batch_size=4)
+    with pytest.raises(ValueError, match="holds another run: init was"):
+        tiny_run("mnist", "fixed", tmp_path, init={"dropout": 0.3})
+    assert (tmp_path / "settings.json").read_bytes() == before
+
+
+def test_the_command_line(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "run"
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in {**TINY, "width": 8}.items()]
+    command("mnist", "--method", "fixed", "--init", "dropout=0.1,0.2,0.3", "--out", out, "--quiet", *words)
+    printed = capsys.readouterr().out
+    assert "small generated data" in printed
+    assert "valid loss" in printed
+    assert f"1.0 epochs in 0 s; see {out}" in printed
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary["hyper"]["dropout"] == pytest.approx([0.1, 0.2, 0.3])
+    assert summary["settings"]["width"] == 8
+    # A preset that has an entropy weight can be told to have none.
+    command("mnist", "--entropy", "none", "--only-input", "--out", tmp_path / "b", "--quiet", *words)
+    summary = json.loads((tmp_path / "b" / "summary.json").read_text())
+    assert summary["settings"]["entropy"] is None
+    assert len(summary["hyper"]["dropout"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--init", "dropout"], "--init takes NAME=NUMBER or NAME=NUMBER,NUMBER,..., got 'dropout'"),
+        (["--init", "dropout=a"], "got 'dropout=a'"),
+        (["--init", "holes=1"], "--init holes: mnist has no such hyperparameter, but dropout"),
+        (["--init", "dropout=0.95"], "interval: init must be a finite number in (0, 0.95), the ends excluded"),
+        (["--trials", "3"], "--trials is for searches, --method delta_stn is none"),
+        (["--method", "tpe", "--init", "dropout=0.1"], "--init: tpe chooses all values itself"),
+        (["--data", "nowhere"], "nowhere"),
+    ],
+)
+def test_bad_options_end_with_one_line(words, message, tmp_path, capsys):
+    with pytest.raises(SystemExit) as caught:
+        command("mnist", "--out", tmp_path / "run", "--quiet", *words)
+    assert message in str(caught.value)
+    assert str(caught.value).startswith("error: ")
+
+
+def test_help_of_every_command(capsys):
+    for words in ([], ["mnist"], ["compare"], ["study"], ["study", "initial"]):
+        with pytest.raises(SystemExit) as caught:
+            command(*words, "--help")
+        assert caught.value.code == 0
+    printed = capsys.readouterr().out
+    assert "--storage URL" in printed
+    assert "does the schedule depend on where it starts?" in printed
