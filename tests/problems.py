@@ -332,9 +332,9 @@ def expected_terms(response: HypernetworkResponse, hyper: Tensor, scale: Tensor,
 
 
 def solver_at(
-    problem: Problem, method: object, w: Tensor, theta: Tensor, *, lr: float = 0.1, outer_lr: float = 0.1
+    problem: Problem, method: str | bilevel.Method, w: Tensor, theta: Tensor, *, lr: float = 0.1, outer_lr: float = 0.1
 ) -> Solver:
     """A solver with plain SGD whose response has been put at (w, Θ)."""
-    solver = Solver(problem, method=method, inner_optimizer=sgd(lr), outer_optimizer=sgd(outer_lr))
+    solver = Solver(problem, method=dense(method), inner_optimizer=sgd(lr), outer_optimizer=sgd(outer_lr))
     set_response(solver.response, solver.vector.detach(), w, theta)
     return solver

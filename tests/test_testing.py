@@ -20,12 +20,12 @@ VARIANTS = {
     "unrolled, checkpoint": bilevel.Unrolled(steps=3, checkpoint=True),
     "unrolled, truncated forward": bilevel.Unrolled(steps=3, truncate=2, mode="forward"),
     "delta_stn, perturbed outer loss": bilevel.DeltaSTN(perturb_outer=True),
-    "stn, by rows": bilevel.STN(structure="rowwise"),
-    "centered_stn, by rows": bilevel.CenteredSTN(structure="rowwise"),
-    "delta_stn, by rows": bilevel.DeltaSTN(structure="rowwise"),
-    "stn, per example": bilevel.STN(structure="rowwise", perturb="example"),
-    "centered_stn, per example": bilevel.CenteredSTN(structure="rowwise", perturb="example"),
-    "delta_stn, per example": bilevel.DeltaSTN(structure="rowwise", perturb="example", entropy=1e-2),
+    "stn, dense": bilevel.STN(structure="dense"),
+    "centered_stn, dense": bilevel.CenteredSTN(structure="dense"),
+    "delta_stn, dense": bilevel.DeltaSTN(structure="dense", entropy=1e-2),
+    "stn, rows per batch": bilevel.STN(structure="rowwise", perturb="batch"),
+    "centered_stn, rows per batch": bilevel.CenteredSTN(structure="rowwise", perturb="batch"),
+    "delta_stn, rows per batch": bilevel.DeltaSTN(structure="rowwise", perturb="batch"),
 }
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 

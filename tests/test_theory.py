@@ -12,6 +12,7 @@ from problems import (
     Ridge,
     Tanh,
     assert_equal,
+    dense,
     double,
     expected_terms,
     flat_weights,
@@ -43,7 +44,7 @@ def name_of(method: Method) -> str:
 def bound(case: Quadratic | Ridge, method: Method, w: Tensor, theta: Tensor):
     """The response of a problem at (w, Θ), and λ."""
     problem = case.problem()
-    response, hyper = method.bind(problem), problem.initial_hyper()
+    response, hyper = dense(method).bind(problem), problem.initial_hyper()
     set_response(response, hyper, w, theta)
     return response, hyper
 
@@ -100,7 +101,7 @@ def test_the_gauss_newton_hessian_of_a_hypernetwork_is_a_kronecker_product(seed,
         outer_loss=lambda model, hyper, batch: model(batch).sum(),
         hyper={"x": bilevel.real(hyper)},
     )
-    response = STN().bind(problem)
+    response = dense(STN()).bind(problem)
     set_response(response, hyper, w, theta)
     parameters = [*response.theta.slopes, *response.inner.weights]
 
@@ -128,7 +129,7 @@ def test_the_gauss_newton_hessian_of_a_hypernetwork_is_a_kronecker_product(seed,
 def hessian(case: Quadratic, method: Method, sigma: Tensor) -> Tensor:
     """The Hessian of the expected inner objective in (Θ₁, …, Θ_h, w₀): differences of its affine gradient."""
     problem = case.problem()
-    response, hyper = method.bind(problem), problem.initial_hyper()
+    response, hyper = dense(method).bind(problem), problem.initial_hyper()
     m, h = len(case.weights), len(hyper)
 
     def gradient(parameters: Tensor) -> Tensor:
@@ -307,7 +308,7 @@ def test_the_linearised_loss_is_its_gauss_newton_expansion(seed, h):
         outer_loss=lambda model, hyper, batch: model(x).sum(),
         hyper={"x": bilevel.real(hyper)},
     )
-    response = DeltaSTN().bind(problem)
+    response = dense(DeltaSTN()).bind(problem)
     set_response(response, hyper, flat_weights(response, hyper), theta)
     base, linearised = (term.value for term in terms(response, hyper, noise))
     w, v = network.W.detach(), network.V.detach()

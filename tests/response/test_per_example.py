@@ -228,7 +228,7 @@ def test_shared_entries_have_one_perturbation_and_the_others_one_each():
     assert (noise[:, LASSO] == noise[0, LASSO]).all()
     assert len(noise[:, RATE].unique()) == 20_000
     torch.testing.assert_close(noise[:, :3].std(0), torch.full((3,), 2.0).double(), rtol=0.03, atol=0)
-    assert DeltaSTN(structure="rowwise").bind(problem).perturbation(batch_of(5)).shape == (4,)
+    assert DeltaSTN(perturb="batch").bind(problem).perturbation(batch_of(5)).shape == (4,)
 
 
 @pytest.mark.parametrize("kind", METHODS)
@@ -410,4 +410,4 @@ def test_an_operation_without_a_rule_names_the_weight_and_the_remedy():
     x = torch.ones(4, 3)
     with pytest.raises(NotImplementedError, match=r"'w' is used by einsum.*perturb='batch'.*'none'.*structure.rule"):
         trained(Odd(), x, METHODS["delta_stn"](), steps=1)
-    trained(Odd(), x, DeltaSTN(structure="rowwise"), steps=1)
+    trained(Odd(), x, DeltaSTN(perturb="batch"), steps=1)

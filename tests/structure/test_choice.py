@@ -7,7 +7,8 @@ from torch import nn
 
 import bilevel
 from bilevel import STN, CenteredSTN, DeltaSTN
-from bilevel.structure import choose
+from bilevel.structure import Theta, choose
+from bilevel.structure.dense import Dense
 
 NAMES = ["0.weight", "0.bias", "2.weight", "2.bias"]
 THREE = [STN, CenteredSTN, DeltaSTN]
@@ -106,3 +107,25 @@ def test_a_response_by_rows_fits_where_a_dense_one_does_not(method):
     assert sum(part.numel() for part in response.theta.parameters()) == 20 + 6 * 3
     with pytest.raises(MemoryError):
         method(structure={"V": "dense"}, max_gigabytes=1e-7).bind(problem)
+
+
+@pytest.mark.parametrize("method", THREE)
+def test_networks_respond_by_rows_and_per_example_unless_told_otherwise(method):
+    net = Tanh(3, 4, 2)
+    of_network = network_problem(net)
+    loss = {name: lambda model, hyper, batch: bilevel.l2(model.params) for name in ("inner_loss", "outer_loss")}
+    of_mapping = bilevel.Problem(dict(net.named_parameters()), **loss, hyper={"x": bilevel.real(0.0)})
+    batch = torch.zeros(5, 3)
+    for settings, problem, structure, shape in [
+        ({}, of_network, Theta, 2),
+        ({"perturb": "batch"}, of_network, Theta, 1),
+        ({"structure": "dense"}, of_network, Dense, 1),
+        ({"structure": {"W": "dense"}}, of_network, Theta, 1),
+        ({"structure": {"W": "none"}}, of_network, Theta, 2),
+        ({}, of_mapping, Dense, 1),
+        ({"structure": "rowwise"}, of_mapping, Theta, 1),
+    ]:
+        response = method(**settings).bind(problem)
+        assert isinstance(response.theta, structure), settings
+        assert response.perturbation(batch).ndim == shape, settings
+        assert response.perturbation(None).ndim == 1  # nothing to count
