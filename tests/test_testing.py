@@ -23,8 +23,6 @@ VARIANTS = {
     "stn, dense": bilevel.STN(structure="dense"),
     "centered_stn, dense": bilevel.CenteredSTN(structure="dense"),
     "delta_stn, dense": bilevel.DeltaSTN(structure="dense", entropy=1e-2),
-    "stn, rows per batch": bilevel.STN(structure="rowwise", perturb="batch"),
-    "centered_stn, rows per batch": bilevel.CenteredSTN(structure="rowwise", perturb="batch"),
     "delta_stn, rows per batch": bilevel.DeltaSTN(structure="rowwise", perturb="batch"),
 }
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
