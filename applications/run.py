@@ -73,12 +73,12 @@ def run(
         progress=progress,
     )
     solution.history.to_csv(out / "history.csv")
-    if plots:
-        solution.plot(out / "schedules.png")
     summary = described | summarize(experiment, solution, len(experiment.train) / settings.inner_steps)
     assert solution.best is not None
     torch.save(solution.best.state_dict, out / "best.pt")
     write(out / "summary.json", summary)
+    if plots:  # last, since matplotlib may be missing
+        solution.plot(out / "schedules.png")
     return summary
 
 
@@ -192,7 +192,9 @@ def claim(out: Path, described: dict[str, Any]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     path = out / "settings.json"
     plain = json.loads(json.dumps(described))
-    if path.exists():
+    if {entry.name for entry in out.iterdir()} <= {"settings.json", "split.json"}:
+        (out / "split.json").unlink(missing_ok=True)  # of a run that ended with an error before it began
+    elif path.exists():
         before = json.loads(path.read_text(encoding="utf-8"))
         # More epochs prolong a run.
         differs = [key for key in plain if _without_epochs(before.get(key)) != _without_epochs(plain[key])]

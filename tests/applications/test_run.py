@@ -170,6 +170,23 @@ def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(method, tmp_path):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+def test_a_run_that_could_not_begin_does_not_hold_its_folder(tmp_path):
+    with pytest.raises(ValueError, match="mnist has no such hyperparameter"):
+        tiny_run("mnist", "fixed", tmp_path, init={"dorpout": 0.1})
+    tiny_run("mnist", "fixed", tmp_path, init={"dropout": 0.1}, seed=1)
+    assert (tmp_path / "summary.json").exists()
+
+
+def test_a_figure_that_cannot_be_drawn_costs_nothing_else(tmp_path, monkeypatch):
+    def fail(*args):
+        raise ImportError("no matplotlib")
+
+    monkeypatch.setattr(bilevel.Solution, "plot", fail)
+    with pytest.raises(ImportError, match="no matplotlib"):
+        tiny_run("mnist", "fixed", tmp_path, plots=True)
+    assert (tmp_path / "summary.json").exists() and (tmp_path / "best.pt").exists()
+
+
 def test_the_folder_of_another_run_is_refused(tmp_path):
     tiny_run("mnist", "fixed", tmp_path)
     before = (tmp_path / "settings.json").read_bytes()
