@@ -27,17 +27,18 @@ METHODS = {"stn": bilevel.STN, "delta_stn": bilevel.DeltaSTN}
 SETTINGS: dict[str, Any] = {"structure": "rowwise", "perturb": "example"}
 COLUMNS = ("valid loss", "test loss", "H, solution", "G, solution", "H, scratch", "G, scratch")
 Factors = tuple[Tensor, Tensor]
-Start = Callable[[Tensor, Tensor, Tensor, Tensor], Factors]
-# From the weight W, the library's own U and R, and normal numbers z of U's shape. N(0, 0.01) in the first STN code is
-# read both as a deviation and as a variance.
+Start = Callable[[Tensor, Tensor, Tensor], Factors]
+# From the weight W, an R like the weight of an ordinary layer, and normal numbers z of U's shape. N(0, 0.01) in the
+# first STN code is read both as a deviation and as a variance. An STN multiplies U by λ instead of a perturbation.
 STARTS: dict[str, Start] = {
-    "U = 0, R uniform (ours)": lambda w, u, r, z: (u, r),
-    "U ~ 0.01 z, R uniform": lambda w, u, r, z: (0.01 * z, r),
-    "U ~ 0.1 z, R uniform": lambda w, u, r, z: (0.1 * z, r),
-    "U = 0, R = W": lambda w, u, r, z: (u, w if w.ndim > 1 else r),
-    "U = 0, R = 1": lambda w, u, r, z: (u, torch.ones_like(r)),
-    "U ~ z / √h, R = 0": lambda w, u, r, z: (z / z.shape[1] ** 0.5, torch.zeros_like(r)),
+    "U = 0, R uniform": lambda w, r, z: (0 * z, r),
+    "U ~ 0.01 z, R uniform": lambda w, r, z: (0.01 * z, r),
+    "U ~ 0.1 z, R uniform": lambda w, r, z: (0.1 * z, r),
+    "U = 0, R = W": lambda w, r, z: (0 * z, w if w.ndim > 1 else r),
+    "U = 0, R = 1": lambda w, r, z: (0 * z, torch.ones_like(r)),
+    "U ~ z / √h, R = 0": lambda w, r, z: (z / z.shape[1] ** 0.5, 0 * r),
 }
+OURS = "U ~ z / √(h + |λ|²), R = 0"  # as the library does it, without λ in centered responses
 
 
 @dataclass(frozen=True)
@@ -46,12 +47,12 @@ class Started(bilevel.Method):
 
     Attributes:
         method: Whose response it is.
-        start: Where it starts.
+        start: Where it starts; None for the library's own.
         seed: Of the normal numbers.
     """
 
     method: bilevel.Method
-    start: Start
+    start: Start | None
     seed: int
 
     def bind(self, problem: bilevel.Problem) -> bilevel.BestResponse:
@@ -60,9 +61,14 @@ class Started(bilevel.Method):
         theta, generator = response.theta.rowwise, torch.Generator().manual_seed(self.seed)  # type: ignore[union-attr]
         with torch.no_grad():
             for name, u, r in zip(theta.names, theta.factors, theta.templates, strict=True):
+                weight, ordinary = problem.params[name], torch.ones_like(r)
+                if r.ndim > 1:
+                    bound = r[0].numel() ** -0.5
+                    ordinary = torch.empty_like(r).uniform_(-bound, bound, generator=generator)
                 z = torch.randn(u.shape, generator=generator, dtype=u.dtype)
-                for old, new in zip((u, r), self.start(problem.params[name], u, r, z), strict=True):
-                    old.copy_(new)
+                if self.start is not None:
+                    for old, new in zip((u, r), self.start(weight, ordinary, z), strict=True):
+                        old.copy_(new)
         return response
 
 
@@ -92,11 +98,11 @@ def cosines(method: bilevel.Method, steps: int, seed: int) -> list[float]:
 def report(found: dict[tuple[str, str], list[list[float]]], settings: str) -> str:
     """A row for each method and start."""
     lines = [f"mean and standard deviation of {len(next(iter(found.values())))} seeds: {settings}"]
-    lines.append(f"{'method':<11}{'start':<25}" + "".join(f"{column:>18}" for column in COLUMNS))
+    lines.append(f"{'method':<11}{'start':<30}" + "".join(f"{column:>18}" for column in COLUMNS))
     for (name, label), rows in found.items():
         values = torch.tensor(rows)
         cells = (f"{m:.3f} ± {s:.3f}" for m, s in zip(values.mean(0), values.std(0), strict=True))
-        lines.append(f"{name:<11}{label:<25}" + "".join(f"{cell:>18}" for cell in cells))
+        lines.append(f"{name:<11}{label:<30}" + "".join(f"{cell:>18}" for cell in cells))
     return "\n".join(lines)
 
 
@@ -106,18 +112,18 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=60, help="rounds on the digits")
     parser.add_argument("--steps", type=int, default=500, help="inner steps before a cosine")
     parser.add_argument("--scale", type=float, default=0.5, help="of the perturbations before a cosine")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each, over which the mean is taken")
+    parser.add_argument("--seeds", type=int, default=5, help="runs of each, over which the mean is taken")
     parser.add_argument("--out", type=Path, help="also write the table to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[tuple[str, str], list[list[float]]] = {}
     for seed in range(options.seeds):
         for name, make in METHODS.items():
-            for label, start in STARTS.items():
+            for label, start in (STARTS | {OURS: None}).items():
                 row = on_digits(Started(make(**SETTINGS), start, seed), options.rounds, seed)
                 row += cosines(Started(make(scale=options.scale, **SETTINGS), start, seed), options.steps, seed)
                 found.setdefault((name, label), []).append(row)
-                print(f"{name:<11}{label:<25}" + "".join(f"{value:12.4f}" for value in row), flush=True)
+                print(f"{name:<11}{label:<30}" + "".join(f"{value:12.4f}" for value in row), flush=True)
         table = report(found, f"{options.rounds} rounds of digits; {options.steps} inner steps, σ = {options.scale}")
         if options.out:  # after every seed, since all of them take long
             options.out.write_text(table + "\n", encoding="utf-8")

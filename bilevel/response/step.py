@@ -9,7 +9,8 @@ and has a graph of its own, from leaves to leaves.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, final
 
 import torch
@@ -110,6 +111,13 @@ class Step:
         self.optimizer = optimizer
         self.clip = clip
 
+    @contextmanager
+    def guarded(self) -> Generator[None]:
+        """Enter this around steps: once for all of them, since it takes as long as a part of a small one."""
+        # The fused attention kernels have no second derivative; the plain one has.
+        with sdpa_kernel(SDPBackend.MATH), self.inner.problem.differentiating():
+            yield
+
     def run(self, hyper: Tensor, point: Point, batch: Any) -> Made:
         """Make a step without a derivative.
 
@@ -207,8 +215,7 @@ class Step:
         problem = self.inner.problem
         buffers = {name: buffer.clone() for name, buffer in point.buffers.items()}
         named = dict(zip(problem.params, point.weights, strict=True))
-        # The fused attention kernels have no second derivative; the plain one has.
-        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), problem.differentiating():
+        with torch.enable_grad():
             loss = problem.inner_loss(self.inner.model(named, buffers=buffers, update_buffers=True), hyper, batch)
             # With a graph even where none is needed, so that a repeated step is the same to the last bit.
             slopes = torch.autograd.grad(loss.value, inputs, create_graph=True, allow_unused=True)

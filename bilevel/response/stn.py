@@ -13,10 +13,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
+import torch
 from torch import Tensor
 
 from bilevel.problem import Loss, Model, Problem
 from bilevel.response.hypernetwork import Hypernetwork, HypernetworkResponse
+from bilevel.structure import Theta
 
 
 @final
@@ -51,6 +53,14 @@ class STN(Hypernetwork):
 @final
 class STNResponse(HypernetworkResponse):
     r"""The learned :math:`\phi = \{\phi_0, \Phi\}`."""
+
+    def __init__(self, problem: Problem, settings: STN) -> None:
+        r"""Start with no response, and with factors that suit :math:`\lambda` in place of a perturbation."""
+        super().__init__(problem, settings)
+        if isinstance(self.theta, Theta):
+            hyper = problem.initial_hyper()
+            with torch.no_grad():
+                self.theta.rowwise.factor.mul_((len(hyper) / (len(hyper) + hyper.square().sum())).sqrt())
 
     def inner_loss(self, hyper: Tensor, batch: Any) -> Iterator[Loss]:
         r"""One term, :math:`\mathcal{L}_T(\lambda + \epsilon, r_\phi(\lambda + \epsilon))`, for both parts.

@@ -53,12 +53,13 @@ class Trajectory:
         Returns:
             Where they lead.
         """
-        for batch in batches:
-            if self._compiles and self.compiled is not None:
-                # Not compiled once more without its derivative, which costs little if it is not asked for.
-                point, _ = self._make(self.compiled, hyper, point, batch)
-            else:
-                point = self._note(self.step.run(hyper, point, batch))
+        with self.step.guarded():
+            for batch in batches:
+                if self._compiles and self.compiled is not None:
+                    # Not compiled once more without its derivative, which costs little if it is not asked for.
+                    point, _ = self._make(self.compiled, hyper, point, batch)
+                else:
+                    point = self._note(self.step.run(hyper, point, batch))
         return point
 
     def record(self, hyper: Tensor, point: Point, batches: Sequence[Any], *, segment: int | None) -> tuple[Point, Pull]:
@@ -78,9 +79,10 @@ class Trajectory:
         if segment is None and not self._compiles:
             return self._record_at_once(hyper, point, batches)
         if segment is None:
-            for batch in batches:
-                point, later = self._make(self.step.record, hyper, point, batch)
-                pulls.append(partial(_pull, later))
+            with self.step.guarded():
+                for batch in batches:
+                    point, later = self._make(self.step.record, hyper, point, batch)
+                    pulls.append(partial(_pull, later))
         else:
             for first in range(0, len(batches), segment):
                 some = batches[first : first + segment]
@@ -111,9 +113,10 @@ class Trajectory:
         Returns:
             Where the steps lead, and the tangents there.
         """
-        for batch in batches:
-            point, later = self._make(self.step.push, hyper, point, batch)
-            tangents = [later([*tangent, direction]) for direction, tangent in zip(directions, tangents, strict=True)]
+        with self.step.guarded():
+            for batch in batches:
+                point, later = self._make(self.step.push, hyper, point, batch)
+                tangents = [later([*old, direction]) for direction, old in zip(directions, tangents, strict=True)]
         return point, tangents
 
     @property
@@ -124,7 +127,7 @@ class Trajectory:
         """One graph for all steps, which is cheaper to walk than one for each."""
         start, first = point.leaves(requires_grad=True), hyper.detach().requires_grad_()
         now, last = start, first
-        with torch.enable_grad():
+        with torch.enable_grad(), self.step.guarded():
             for batch in batches:
                 now = self._note(self.step.extend(last, now, batch))
                 # Hyperparameters pass through the steps too, so that their cotangent is summed up in the same order,

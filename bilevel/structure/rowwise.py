@@ -26,8 +26,10 @@ class Rowwise(nn.Module):
     A row is an index of dimension 0: an output unit of a linear layer, an output channel of a convolution, an entry of
     a bias. A weight with n numbers and r rows takes n + r h numbers in addition to its own.
 
-    :math:`\mathbf{U}` starts at zero, so that nothing responds at first, and :math:`\mathbf{R}` like the weight of an
-    ordinary layer, so that :math:`\mathbf{U}` has a gradient; for biases and scales it starts at one.
+    :math:`\mathbf{R}` starts at zero, so that nothing responds at first, and :math:`\mathbf{U}` at normal numbers of
+    variance 1/h, so that :math:`\mathbf{R}` has a gradient, and from its first step on :math:`\mathbf{U}` too. The
+    other way round, as the paper's code does it, a row could at first only move along its random
+    :math:`\mathbf{R}`; ``benchmarks/initialization.py`` compares them.
 
     Example:
         >>> theta = Rowwise({"w": torch.zeros(3, 4)}, 2)
@@ -41,8 +43,10 @@ class Rowwise(nn.Module):
         self.names = list(params)
         self.counts = [weight.shape[0] if weight.ndim else 1 for weight in params.values()]
         # One matrix for the rows of all weights, so that one product serves them all.
-        self.factor = nn.Parameter(next(iter(params.values())).new_zeros(sum(self.counts), size))
-        self.templates = nn.ParameterList([nn.Parameter(_template(weight)) for weight in params.values()])
+        like = next(iter(params.values()))
+        drawn = torch.randn(sum(self.counts), size, dtype=like.dtype, device=like.device)
+        self.factor = nn.Parameter(drawn / math.sqrt(size))
+        self.templates = nn.ParameterList([nn.Parameter(torch.zeros_like(weight)) for weight in params.values()])
 
     @property
     def factors(self) -> tuple[Tensor, ...]:
@@ -75,12 +79,3 @@ class Rowwise(nn.Module):
             One tensor per parameter, of its shape.
         """
         return {name: rows.change() for name, rows in self.rows(shift).items()}
-
-
-def _template(weight: Tensor) -> Tensor:
-    if weight.ndim < 2:
-        return torch.ones_like(weight)
-    bound = 1 / math.sqrt(weight[0].numel())
-    # Drawn in the order of the indices, so that the memory format changes nothing but speed.
-    drawn = torch.empty_like(weight, memory_format=torch.contiguous_format).uniform_(-bound, bound)
-    return torch.empty_like(weight).copy_(drawn)
