@@ -42,16 +42,17 @@ class Rowwise(nn.Module):
         super().__init__()
         self.names = list(params)
         self.counts = [weight.shape[0] if weight.ndim else 1 for weight in params.values()]
-        # One matrix for the rows of all weights, so that one product serves them all.
+        # One matrix for the rows of all weights, so that one product serves them all, and transposed, since products
+        # with few hyperparameters are many times faster along its rows.
         like = next(iter(params.values()))
-        drawn = torch.randn(sum(self.counts), size, dtype=like.dtype, device=like.device)
+        drawn = torch.randn(size, sum(self.counts), dtype=like.dtype, device=like.device)
         self.factor = nn.Parameter(drawn / math.sqrt(size))
         self.templates = nn.ParameterList([nn.Parameter(torch.zeros_like(weight)) for weight in params.values()])
 
     @property
     def factors(self) -> tuple[Tensor, ...]:
         r"""The matrix :math:`\mathbf{U}` of every weight, a view each."""
-        parts: tuple[Tensor, ...] = self.factor.split(self.counts)
+        parts: tuple[Tensor, ...] = self.factor.T.split(self.counts)
         return parts
 
     def rows(self, shift: Tensor) -> dict[str, Rows]:
@@ -63,7 +64,7 @@ class Rowwise(nn.Module):
         Returns:
             By name of the weight.
         """
-        scales = (shift.to(self.factor.dtype) @ self.factor.T).split(self.counts, dim=-1)
+        scales = (shift.to(self.factor.dtype) @ self.factor).split(self.counts, dim=-1)
         return {
             name: Rows(scale, template)
             for name, scale, template in zip(self.names, scales, self.templates, strict=True)
@@ -79,3 +80,15 @@ class Rowwise(nn.Module):
             One tensor per parameter, of its shape.
         """
         return {name: rows.change() for name, rows in self.rows(shift).items()}
+
+    def move(self, weights: Mapping[str, Tensor], shift: Tensor) -> dict[str, Tensor]:
+        r"""The weights after the change, in one pass over each.
+
+        Args:
+            weights: By name.
+            shift: Shape ``(h,)``.
+
+        Returns:
+            By name.
+        """
+        return {name: rows.added(weights[name]) for name, rows in self.rows(shift).items()}
