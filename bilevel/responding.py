@@ -26,20 +26,9 @@ class Rows(NamedTuple):
         Returns:
             A tensor of shape ``(*weight.shape,)`` or ``(B, *weight.shape)``.
         """
-        return self._spread() * self.template
-
-    def added(self, weight: Tensor) -> Tensor:
-        """The weight after the change.
-
-        Returns:
-            A tensor of the same shape as the product.
-        """
-        return torch.addcmul(weight, self._spread(), self.template)
-
-    def _spread(self) -> Tensor:
         if self.template.ndim == 0:
-            return self.factor.squeeze(-1)
-        return self.factor.reshape(*self.factor.shape, *[1] * (self.template.ndim - 1))
+            return self.factor.squeeze(-1) * self.template
+        return self.factor.reshape(*self.factor.shape, *[1] * (self.template.ndim - 1)) * self.template
 
 
 @final

@@ -133,10 +133,10 @@ class HypernetworkResponse(BestResponse):
         weights = {name: w.detach() if freeze_weights else w for name, w in self.inner.params().items()}
         predict = self.inner.predictor(update_buffers=update_buffers)
         if shift.ndim == 1:
-            if predict is None or not linearized:
-                return self.inner.model(self.theta.move(weights, shift), update_buffers=update_buffers)
             change = self.theta(shift)
             moved = {name: w + change[name] if name in change else w for name, w in weights.items()}
+            if predict is None or not linearized:
+                return self.inner.model(moved, update_buffers=update_buffers)
             return Model(moved, linearize(predict, weights, change))
         rows = self.theta.rows(shift) if isinstance(self.theta, Theta) else {}
         params = {name: Responding(name, w, rows[name]) if name in rows else w for name, w in weights.items()}

@@ -93,19 +93,6 @@ class Theta(nn.Module):
         changes: dict[str, Tensor] = self.rowwise(shift)
         return changes if self.dense is None else changes | self.dense(shift)
 
-    def move(self, weights: Mapping[str, Tensor], shift: Tensor) -> dict[str, Tensor]:
-        r"""The weights after the change, :math:`w + \Theta \delta`.
-
-        Args:
-            weights: By name.
-            shift: Shape ``(h,)``.
-
-        Returns:
-            All of them, with those that do not respond as they are.
-        """
-        moved = {**weights, **self.rowwise.move(weights, shift)}
-        return moved if self.dense is None else self.dense.move(moved, shift)
-
     def rows(self, shift: Tensor) -> dict[str, Rows]:
         r"""The change of the weights that respond by rows, one for each example, not multiplied out.
 

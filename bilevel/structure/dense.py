@@ -44,18 +44,6 @@ class Dense(nn.Module):
             for name, slope in zip(self.names, self.slopes, strict=True)
         }
 
-    def move(self, weights: Mapping[str, Tensor], shift: Tensor) -> dict[str, Tensor]:
-        r"""The weights after the change.
-
-        Args:
-            weights: By name.
-            shift: Shape ``(h,)``.
-
-        Returns:
-            All of them, with those that do not respond as they are.
-        """
-        return {**weights, **{name: weights[name] + change for name, change in self(shift).items()}}
-
 
 REMEDY = "raise max_gigabytes of the method"
 

@@ -66,5 +66,5 @@ def _elementwise(mode: Respond, function: Any, x: Tensor, weight: Tensor, *, tim
     change = factor[:, 0] * template[0] if aligned else factor * template  # one for each example
     change = change.reshape(mode.count, *[1] * (x.ndim - change.ndim), *change.shape[1:])
     if times:
-        return mode.join(value * weight, None if tangent is None else tangent * weight, (value, change))
+        return mode.join(value * weight, None if tangent is None else tangent * weight, value * change)
     return mode.join(value + weight, tangent, change)

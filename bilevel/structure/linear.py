@@ -49,27 +49,26 @@ def bilinear(
     if x.ndim < 2:
         raise ValueError(mode.refusal(mode.name(weight, bias, x), function, "on an input without a dimension of units"))
 
-    def along(factor: Tensor, y: Tensor, examples: int = mode.count) -> Tensor:
+    def along(factor: Tensor, y: Tensor) -> Tensor:
         sizes = [1] * y.ndim
         sizes[axis] = -1
-        return factor.reshape(examples, *sizes[1:])
+        return factor.reshape(mode.count, *sizes[1:])
 
     value, tangent = mode.split(x)
     y = op(value, weight, bias)
-    responses: list[Tensor | tuple[Tensor, Tensor] | None] = [None if tangent is None else op(tangent, weight, None)]
+    responses = [None if tangent is None else op(tangent, weight, None)]
     if mode.responds(weight):
         name, _, factor, template = mode.weight(weight)
         rows = [dim for dim, size in enumerate(factor.shape[1:]) if size > 1]
         if rows in ([], [out]):
-            responses.append((along(factor, y), op(value, template, None)))
+            responses.append(along(factor, y) * op(value, template, None))
         elif rows == [into]:
             responses.append(op(value * along(factor, value), template, None))
         else:
             reason = f"with its rows in dimensions {rows} of {tuple(weight.shape)}"
             raise NotImplementedError(mode.refusal(name, function, reason))
     if bias is not None and mode.responds(bias):
-        _, _, factor, template = mode.weight(bias)
-        responses.append((along(factor, y), along(template, y, examples=1)))
+        responses.append(along(mode.change(bias), y))
     return mode.join(y, *responses)
 
 
@@ -131,4 +130,4 @@ def embedding(
     if padding_idx is not None:  # whose vector gets no gradient, and so none of its response
         padded = (input == padding_idx % len(weight))[..., None]
         factor = torch.where(padded, factor.detach(), factor)
-    return mode.register(vectors, weight, template, factor) if chosen else mode.join(vectors, (factor, template))
+    return mode.register(vectors, weight, template, factor) if chosen else mode.join(vectors, factor * template)

@@ -28,7 +28,7 @@ def _affine(mode: Respond, normal: Tensor, weight: Tensor | None, bias: Tensor |
     return mode.join(
         value,
         tangent,
-        None if weight is None or not mode.responds(weight) else (plain, place(mode.change(weight))),
+        None if weight is None or not mode.responds(weight) else plain * place(mode.change(weight)),
         None if bias is None or not mode.responds(bias) else place(mode.change(bias)),
     )
 

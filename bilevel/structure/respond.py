@@ -194,24 +194,20 @@ class Respond(TorchFunctionMode):
         pair = forward_ad.unpack_dual(x)
         return pair.primal, pair.tangent
 
-    def join(self, value: Tensor, *responses: Tensor | tuple[Tensor, Tensor] | None) -> Tensor:
+    def join(self, value: Tensor, *responses: Tensor | None) -> Tensor:
         """Add responses to a value, or keep them as its tangent.
-
-        Args:
-            value: Without a tangent.
-            responses: Each a tensor, or two whose product is taken while it is added, which saves a pass.
 
         Returns:
             An activation.
         """
-        total = None if self.linearized else value
+        total: Tensor | None = None
         for response in responses:
-            if isinstance(response, tuple):
-                total = response[0] * response[1] if total is None else torch.addcmul(total, *response)
-            elif response is not None:
+            if response is not None:
                 total = response if total is None else total + response
-        if total is None or not self.linearized:
-            return value if total is None else total
+        if total is None:
+            return value
+        if not self.linearized:
+            return value + total
         dual: Tensor = forward_ad.make_dual(value, total.expand_as(value))
         return dual
 

@@ -80,15 +80,3 @@ class Rowwise(nn.Module):
             One tensor per parameter, of its shape.
         """
         return {name: rows.change() for name, rows in self.rows(shift).items()}
-
-    def move(self, weights: Mapping[str, Tensor], shift: Tensor) -> dict[str, Tensor]:
-        r"""The weights after the change, in one pass over each.
-
-        Args:
-            weights: By name.
-            shift: Shape ``(h,)``.
-
-        Returns:
-            By name.
-        """
-        return {name: rows.added(weights[name]) for name, rows in self.rows(shift).items()}
