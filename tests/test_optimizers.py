@@ -108,16 +108,20 @@ def test_a_weight_without_a_gradient_so_far_has_a_derivative(name, eps, used):
     torch.testing.assert_close(slope[0], double(-settings["lr"] * rate / eps), rtol=1e-6, atol=0)
 
 
-def test_weights_without_a_gradient_stay():
-    weights, optimizer = plain(OPTIMIZERS["AdamW"], 0)
+@pytest.mark.parametrize(("name", "kept"), [("AdamW", "exp_avg"), ("SGD", None)])
+def test_weights_without_a_gradient_stay(name, kept):
+    weights, optimizer = plain(OPTIMIZERS[name], 0)
     steps = DifferentiableOptimizer(optimizer, weights)
     new, state = steps.step(weights, [randn(1, (1, 2))[0], None, None], steps.state())
-    assert torch.equal(new[1], weights[1]) and state[1] == {} and "exp_avg" in state[0]
+    assert torch.equal(new[1], weights[1]) and state[1] == {} and (kept is None or kept in state[0])
+    assert not torch.equal(new[0], weights[0])
 
 
-def test_several_groups_in_another_order():
+@pytest.mark.parametrize("momentum", [0, 0.9])
+def test_several_groups_in_another_order(momentum):
     a, b, c = (weight.requires_grad_() for weight in randn(0, *SHAPES))
-    optimizer = optim.SGD([{"params": [c], "lr": 0.5}, {"params": [b, a], "weight_decay": 0.1}], lr=0.1, momentum=0.9)
+    groups = [{"params": [c], "lr": 0.5, "maximize": True}, {"params": [b, a], "weight_decay": 0.1}]
+    optimizer = optim.SGD(groups, lr=0.1, momentum=momentum)
     steps = DifferentiableOptimizer(optimizer, [a, b, c])
     new, state = detached([a, b, c]), steps.state()
     for index in range(3):

@@ -69,7 +69,7 @@ def problem_of(net, seen=None, **options):
 
 
 def scramble(response, seed):
-    """Random factors and templates; factors start at zero, where gradients would hide mistakes."""
+    """Random factors and templates; templates start at zero, where gradients would hide mistakes."""
     parts = list(response.theta.parameters())
     for part, value in zip(parts, randn(seed, *(part.shape for part in parts)), strict=True):
         part.data.copy_(value / 2)
