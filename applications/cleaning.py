@@ -26,7 +26,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -35,6 +34,7 @@ from torch import Tensor, nn
 
 import bilevel
 from applications import sklearn_datasets
+from applications.data.formats import idx
 
 METHODS = ("implicit_cg", "implicit_neumann", "implicit_nystrom", "unrolled", "unrolled_truncated")
 INNER_STEPS = 20  # in a round; the unrolled methods make as many in their outer step
@@ -93,7 +93,8 @@ def load(folder: Path | None, seed: int, train: int, valid: int, noise: float) -
     if folder is None:
         images, labels = sklearn_datasets().load_digits(return_X_y=True)
     else:
-        images, labels = (read_idx(folder / f"train-{part}-ubyte.gz") for part in ("images-idx3", "labels-idx1"))
+        files = [(folder / f"train-{part}-ubyte.gz", int(part[-1])) for part in ("images-idx3", "labels-idx1")]
+        images, labels = (idx(gzip.decompress(path.read_bytes()), dimensions, path) for path, dimensions in files)
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randperm(len(labels), generator=generator)[: train + valid + 10_000].numpy()
     x = torch.tensor(images[rows].reshape(len(rows), -1) / images.max(), dtype=torch.float32)
@@ -103,13 +104,6 @@ def load(folder: Path | None, seed: int, train: int, valid: int, noise: float) -
     sizes = [train, valid, len(rows) - train - valid]
     batches = [(a, b, torch.arange(len(b))) for a, b in zip(x.split(sizes), y.split(sizes), strict=True)]
     return Data(batches[0], batches[1], batches[2], corrupted)
-
-
-def read_idx(path: Path) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """An array in the format of MNIST: two zeros, the type, the number of dimensions, the shape, the values."""
-    raw = gzip.decompress(path.read_bytes())
-    shape = np.frombuffer(raw, dtype=">i4", offset=4, count=raw[3])
-    return np.frombuffer(raw, dtype=np.uint8, offset=4 + 4 * raw[3]).reshape(shape)
 
 
 def network(data: Data, seed: int) -> nn.Sequential:

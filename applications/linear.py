@@ -140,7 +140,15 @@ def make_problem(
 
 
 def tune(
-    split: Split, problem: str, method: str, *, undivided: bool, rounds: int, seed: int, start: float | None = None
+    split: Split,
+    problem: str,
+    method: str,
+    *,
+    undivided: bool,
+    rounds: int,
+    seed: int,
+    start: float | None = None,
+    batch_size: int | None = None,
 ) -> Run:
     """Tune the hyperparameter of one split with one of ``METHODS``; arguments as in :func:`hyperparameter`."""
     stated = make_problem(split, problem, undivided=undivided, seed=seed, start=start)
@@ -148,11 +156,11 @@ def tune(
     inner_lr, response_lr = LEARNING_RATES[problem]
     train, valid = ([torch.from_numpy(part) for part in parts] for parts in (split.train, split.valid))
     # The Hessian of ten examples is not that of the training loss, so that implicit methods see all of them.
-    size = len(train[0]) if method == "implicit_cg" else 10 if split.small else 100
+    size = len(train[0]) if method == "implicit_cg" else batch_size or (10 if split.small else 100)
     try:
         solution = bilevel.solve(
             stated,
-            Batches(train, size, shuffle=True),
+            Batches(train, min(size, len(train[0])), shuffle=True),
             Batches(valid, len(valid[0]), shuffle=False),
             method=METHODS[method],
             inner_steps=0 if method == "unrolled" else INNER_STEPS,
@@ -187,6 +195,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", type=int, default=5, help="runs of each method (default: %(default)s)")
     parser.add_argument("--split", type=int, help="seed of the split (default: the first with an optimum inside)")
     parser.add_argument("--rounds", type=int, default=1000, help="of 10 inner steps (default: %(default)s)")
+    parser.add_argument("--batch-size", type=int, help="training examples in a batch (default: 10 or 100, see above)")
     parser.add_argument("--above", type=float, help="start so far above the optimum λ* (default: as in the paper)")
     parser.add_argument("--undivided", action="store_true", help="do not divide the penalty by n")
     parser.add_argument("--decouple", action="store_true", help=f"run {' '.join(DECOUPLED)} (fig:decouple)")
@@ -195,9 +204,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def check_options(options: argparse.Namespace) -> None:
     """Raise a ValueError for options that do not go together."""
-    for name in ("seeds", "rounds"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {getattr(options, name)}.")
+    for name in ("seeds", "rounds", "batch_size"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}.")
     if options.undivided and options.problem == "input_dropout":
         raise ValueError("--undivided is for a penalty; --problem input_dropout has none.")
     if options.decouple and options.methods:
@@ -212,6 +222,8 @@ def main(options: argparse.Namespace) -> None:
     methods = DECOUPLED if options.decouple else options.methods or COMPARED
     fitting = [name for name in methods if not (options.problem == "input_dropout" and name in DIFFERENTIATING)]
     text = [f"{options.problem}{', undivided' * options.undivided}: {options.rounds} rounds, {options.seeds} seeds"]
+    if options.batch_size is not None:
+        text[0] += f", batches of {options.batch_size}"
     if len(fitting) < len(methods):
         left_out = ", ".join(name for name in methods if name not in fitting)
         text.append(f"Left out: {left_out}. A mask has no derivative, which they would need to tune a dropout rate.")
@@ -240,6 +252,7 @@ def main(options: argparse.Namespace) -> None:
                 rounds=options.rounds,
                 seed=seed,
                 start=start,
+                batch_size=options.batch_size,
             )
             for method in fitting
             for seed in range(options.seeds)
