@@ -76,7 +76,9 @@ def add_task(commands: Any, task: Task) -> None:
         "searches", f"--method {', '.join(SEARCHES)}: every trial trains for --epochs at other hyperparameters"
     )
     group.add_argument("--trials", type=int, metavar="N", help="how many (default: 20, or until --seconds are over)")
-    group.add_argument("--pruner", choices=["median", "hyperband", "none"], help="stops bad trials (default: median)")
+    group.add_argument(
+        "--pruner", choices=["median", "hyperband", "none"], help="stops bad trials (default: median; gp: none)"
+    )
     group.add_argument(
         "--storage",
         metavar="URL",

@@ -29,6 +29,7 @@ from applications.suggest import (
     natural,
     pruner_of,
     sampler,
+    seed_of,
 )
 from applications.tables import write_csv
 from applications.task import Experiment, Settings, Task
@@ -60,7 +61,7 @@ def search(
     trials: int | None = None,
     seconds: float | None = None,
     storage: str | None = None,
-    pruner: str = "median",
+    pruner: str | None = None,
     progress: bool | None = None,
     plots: bool = True,
 ) -> dict[str, Any]:
@@ -80,13 +81,15 @@ def search(
         trials: Stop when the study has so many; 20 unless ``seconds`` is given. A grid has at most so many points.
         seconds: Stop when so much time has passed with trials running; the last one counts as far as it came.
         storage: Database of the study as Optuna writes it; a file in ``out`` by default.
-        pruner: What stops bad trials early, one of ``PRUNERS``.
+        pruner: What stops bad trials early, one of ``PRUNERS``; the median by default, and none for ``gp``, which
+            learns from finished trials only.
         progress: Print a line for each trial, unless False.
         plots: Draw the losses, which needs matplotlib.
 
     Returns:
         The summary.
     """
+    pruner = pruner or ("none" if method == "gp" else "median")
     check_options(method, trials, seconds, pruner)
     device = torch.device("cpu") if device is None else device
     grid = method == "grid_search"
@@ -110,7 +113,7 @@ def search(
     study = open_study(
         storage or f"sqlite:///{(out / 'study.db').resolve().as_posix()}",
         study_name=f"{task.name}-{method}-{seed}-{digest[:8]}",
-        sampler=Reseeded(lambda number: sampler(method, 1000 * seed + number, points)),
+        sampler=Reseeded(lambda number: sampler(method, seed_of(method, seed, number), points)),
         pruner=pruner_of(pruner, settings.epochs),
     )
     before, started = worked([trial.interval for trial in read(study)]), time.perf_counter()

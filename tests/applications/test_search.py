@@ -19,7 +19,7 @@ sqlalchemy = pytest.importorskip("sqlalchemy")
 
 from applications import search as module  # noqa: E402
 from applications.search import search  # noqa: E402
-from applications.suggest import distributions, grid_points, natural  # noqa: E402
+from applications.suggest import distributions, grid_points, natural, seed_of  # noqa: E402
 from applications.trials import Trial, history, worked  # noqa: E402
 
 SETTINGS = Settings(epochs=3, batch_size=4, inner_steps=1, learning_rate=0.5)
@@ -85,8 +85,8 @@ def test_every_search_leaves_the_files_of_a_run(method, tmp_path):
         pytest.importorskip("matplotlib")
     if method in module.NEEDS:
         pytest.importorskip(module.NEEDS[method])
-    # The models of gp and tpe start after ten random trials; a grid of two points on two axes is the finest.
-    count = {"gp": 12, "tpe": 12, "grid_search": 4}.get(method, 6)
+    # The models of gp and tpe start after five random trials; a grid of two points on two axes is the finest.
+    count = {"gp": 7, "tpe": 7, "grid_search": 4}.get(method, 6)
     trials = 8 if method == "grid_search" else count
     summary = find(tmp_path, method, trials=trials, pruner="none", plots=method == "tpe")
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
@@ -353,3 +353,9 @@ def test_the_history_of_parallel_trials_is_in_order_of_time():
     ]
     rows = [(row["trial"], row["epoch"], row["seconds"], row["validation_loss"], row["x"]) for row in history(trials)]
     assert rows == [(0, 1, 4, 0.9, 0.1), (1, 2, 7, 0.7, 0.2), (0, 3, 9, 0.5, 0.1), (2, 3.5, 14, 0.6, 0.3)]
+
+
+def test_no_two_methods_begin_with_the_same_points_and_none_repeats_itself():
+    seeds = [seed_of(method, seed, number) for method in SEARCHES for seed in range(3) for number in range(20)]
+    assert len(set(seeds)) == len(seeds)
+    assert seeds[0] == seed_of(SEARCHES[0], 0, 0) == 813896794  # the same in every process
