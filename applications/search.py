@@ -81,15 +81,15 @@ def search(
         trials: Stop when the study has so many; 20 unless ``seconds`` is given. A grid has at most so many points.
         seconds: Stop when so much time has passed with trials running; the last one counts as far as it came.
         storage: Database of the study as Optuna writes it; a file in ``out`` by default.
-        pruner: What stops bad trials early, one of ``PRUNERS``; the median by default, and none for ``gp``, which
-            learns from finished trials only.
+        pruner: What stops bad trials early, one of ``PRUNERS``; the median by default, and none for ``gp`` and
+            ``cmaes``, which learn from finished trials only.
         progress: Print a line for each trial, unless False.
         plots: Draw the losses, which needs matplotlib.
 
     Returns:
         The summary.
     """
-    pruner = pruner or ("none" if method == "gp" else "median")
+    pruner = pruner or ("none" if method in ("gp", "cmaes") else "median")
     check_options(method, trials, seconds, pruner)
     device = torch.device("cpu") if device is None else device
     grid = method == "grid_search"

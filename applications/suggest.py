@@ -102,7 +102,7 @@ def sampler(method: str, seed: int, points: Mapping[str, Sequence[float]]) -> Ba
         return optuna.samplers.TPESampler(seed=seed, n_startup_trials=STARTUP)
     if method == "gp":
         return optuna.samplers.GPSampler(seed=seed, n_startup_trials=STARTUP)
-    return optuna.samplers.CmaEsSampler(seed=seed, n_startup_trials=STARTUP, consider_pruned_trials=True)
+    return optuna.samplers.CmaEsSampler(seed=seed, n_startup_trials=STARTUP)
 
 
 def seed_of(method: str, seed: int, number: int) -> int:
