@@ -161,7 +161,7 @@ def growth(repeats: int) -> tuple[str, dict[str, list[tuple[int, float]]]]:
     counts = [1, 10, 100, 1000]
     runs = {str(h): Task(mlp(), hyperparameters=h).tuned("delta_stn") for h in counts}
     times = time_ratios(runs, "1", repeats)
-    curves = {"hyperparameters": [(h, times[str(h)]) for h in counts], "batch": [], "width": []}
+    curves = {"hyperparameters": [(h, times[str(h)] / times["1"]) for h in counts], "batch": [], "width": []}
     for name, sizes in (("batch", [16, 32, 128, 512]), ("width", [128, 512, 1200, 2048])):
         for size in sizes:
             task = Task(mlp(), batch=size) if name == "batch" else Task(mlp(size))

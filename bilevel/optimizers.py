@@ -167,7 +167,7 @@ class DifferentiableOptimizer:
                     gradient = -gradient
                 if group["weight_decay"] != 0:
                     gradient = gradient.add(weight, alpha=group["weight_decay"])
-                new[place] = weight.add(gradient, alpha=-group["lr"])
+                new[place] = weight.add(gradient, alpha=-float(group["lr"]))
         return new
 
     @staticmethod

@@ -197,9 +197,9 @@ class Solver:
         # first bad step is noted on the device, read at the outer step, and undone by returning to the last good state.
         self._check_at_once = problem.device.type == "cpu"
         if self._check_at_once:
-            # glibc keeps freed memory up to twice the largest block freed so far, of at most 32 MB, and else returns it
-            # to the system and takes it back page by page: 20,000 page faults in five steps of a 3 x 1200 MLP.
-            torch.empty(31 << 20, dtype=torch.uint8)
+            # glibc keeps freed memory up to twice the largest block freed so far, of at most 32 MB; what is beyond it
+            # gives back to the system, and a step spends its time on page faults. So one large block is freed here.
+            torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
         self._bad = self.vector.new_full((4,), math.nan)
         self._good: dict[str, Any] | None = None
         inner = [name for name in ("weights", "response") if name in self.optimizers]
@@ -298,9 +298,9 @@ class Solver:
     def restart(self) -> None:
         """Forget all that was trained at the inner level.
 
-        Weights and buffers return to the start of the problem at the current hyperparameters, the response to where it
-        began, and their optimizers to a state without memory; learning rates, the hyperparameters, their perturbation
-        scale and the random streams stay.
+        Weights and buffers return to the start of the problem at the current hyperparameters, and their optimizers to a
+        state without memory; the response is drawn anew. Learning rates, the hyperparameters and their perturbation
+        scale stay.
         """
         with self.streams["loss"]():
             fresh = self.method.bind(self.problem).state_dict()

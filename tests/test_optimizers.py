@@ -133,6 +133,13 @@ def test_several_groups_in_another_order(momentum):
     torch.testing.assert_close(new, detached([a, b, c]), rtol=1e-12, atol=1e-12)
 
 
+def test_a_learning_rate_may_be_a_tensor():
+    weight = torch.ones(2, requires_grad=True)
+    steps = DifferentiableOptimizer(optim.SGD([weight], lr=torch.tensor([0.5])), [weight])
+    (new,), _ = steps.step([weight], [torch.ones(2)], steps.state())
+    assert torch.equal(new, torch.full((2,), 0.5))
+
+
 def test_it_follows_a_scheduler():
     weights, optimizer = plain(OPTIMIZERS["SGD"], 0)
     steps = DifferentiableOptimizer(optimizer, weights)

@@ -12,6 +12,7 @@ from bilevel.testing import CHECKS, Case
 
 VARIANTS = {
     **bilevel.METHODS,
+    "implicit_minres": bilevel.Implicit(bilevel.MINRES(), curvature="gauss_newton"),
     "stn, learned scale": bilevel.STN(entropy=1e-2),
     "centered_stn, learned scale": bilevel.CenteredSTN(entropy=1e-2),
     "centered_stn, stn objective": bilevel.CenteredSTN(objective="stn"),

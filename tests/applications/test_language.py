@@ -168,8 +168,8 @@ def test_the_state_of_the_weights_is_unperturbed():
     net, text = network(), Streams(random_tokens(60), streams=3, length=6, end=0)
     stated = problem(net, **dict.fromkeys(RATES, 1e-9))
     solver = bilevel.Solver(stated, method=bilevel.CenteredSTN(scale=1e-3))
-    for factor in solver.response.theta.rowwise.factors:
-        nn.init.normal_(factor, std=1e3)
+    for part in solver.response.theta.rowwise.parameters():
+        nn.init.normal_(part, std=30.0)
     batch, following = islice(text, 2)
     solver.inner_step(batch)
     expected = net(batch[0], None, OFF).state
@@ -288,8 +288,8 @@ def test_each_stream_responds_to_its_own_perturbation(linearized):
     """As a network whose weights are changed for that stream alone; the tied embedding responds in both its places."""
     net = network().eval()
     response = bilevel.DeltaSTN().bind(problem(net))
-    for factor in response.theta.rowwise.factors:
-        nn.init.normal_(factor, std=0.3)
+    for part in response.theta.rowwise.parameters():
+        nn.init.normal_(part, std=0.5)
     assert "encoder.weight" in response.theta(torch.ones(7, dtype=torch.float64))
     tokens, noise = random_tokens(15).reshape(3, 5), torch.randn(3, 7).double()
     state = (torch.randn(3, 2, 4).double(), torch.randn(3, 2, 4).double())

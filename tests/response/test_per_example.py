@@ -371,7 +371,7 @@ def test_a_recurrent_network_trains(kind, steps):
     adam = partial(torch.optim.Adam, lr=0.05)
     solver, losses = trained(Sequences(), x, METHODS[kind](scale=0.3), steps=40, optimizer=adam)
     assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
-    assert solver.response.theta.rowwise.factors[0].abs().max() > 0
+    assert solver.response.theta.rowwise.templates[0].abs().max() > 0
 
 
 class Tokens(nn.Module):
@@ -394,8 +394,9 @@ def test_a_transformer_with_a_class_token_trains(kind, steps):
     adam = partial(torch.optim.Adam, lr=0.03)
     solver, losses = trained(Tokens(), x, METHODS[kind](scale=0.3, entropy=1e-3), steps=30, optimizer=adam)
     assert sum(losses[-3:]) < 0.8 * sum(losses[:3])
-    factors = dict(zip(solver.response.theta.rowwise.names, solver.response.theta.rowwise.factors, strict=True))
-    assert all(factors[name].abs().max() > 0 for name in ("token", "encoder.self_attn.in_proj_weight"))
+    theta = solver.response.theta.rowwise
+    templates = dict(zip(theta.names, theta.templates, strict=True))
+    assert all(templates[name].abs().max() > 0 for name in ("token", "encoder.self_attn.in_proj_weight"))
 
 
 def test_an_operation_without_a_rule_names_the_weight_and_the_remedy():

@@ -144,8 +144,8 @@ def setup(net, count):
     """Weights, a random response, and a perturbation for each example."""
     weights = {name: weight.detach().clone().requires_grad_() for name, weight in net.named_parameters()}
     theta = Rowwise({name: weight.detach() for name, weight in weights.items()}, H)
-    for factor in theta.factors:
-        nn.init.normal_(factor, std=0.5)
+    for part in theta.parameters():  # U and R: with R at its start of zero there is nothing to see
+        nn.init.normal_(part, std=0.5)
     return weights, theta, torch.randn(count, H)
 
 
