@@ -1,6 +1,7 @@
 """Every rule against weights that are multiplied out for each example, and ``torch.func.jvp`` of those."""
 
 import copy
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -185,8 +186,14 @@ def run(net, weights, theta, noise, x, *, linearized):
     def predict(params, *args):
         return functional_call(net, params, args)
 
-    examples = Examples(lambda: torch.no_grad())
-    return respond(predict, used, theta.rows(noise), examples, linearized=linearized)(x)
+    @contextmanager
+    def evaluating():
+        training = net.training
+        net.eval()
+        yield
+        net.train(training)
+
+    return respond(predict, used, theta.rows(noise), Examples(evaluating), linearized=linearized)(x)
 
 
 @pytest.fixture(autouse=True)
@@ -215,31 +222,50 @@ def test_a_rule_is_a_weight_for_each_example(kind, linearized):
 
 @pytest.mark.parametrize("linearized", [False, True])
 @pytest.mark.parametrize("training", [False, True])
-def test_batch_norm_normalises_over_the_whole_batch(training, linearized):
+@pytest.mark.parametrize("images", [False, True])
+def test_batch_norm_normalises_over_the_whole_batch(images, training, linearized):
     """The reference multiplies out all weights and normalises what all examples became."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).train(training)
-    net[1].running_mean.normal_()
-    weights, theta, noise = setup(net, 6)
-    x = torch.randn(6, 3)
-    frozen = {name: weight.detach() for name, weight in weights.items()} if linearized else weights
-    stacked = {name: torch.stack([theta(shift)[name] for shift in noise]) for name in weights}
 
-    def reference(change):
-        w = {name: weight + change[name] for name, weight in frozen.items()}
-        y = torch.einsum("bi,boi->bo", x, w["0.weight"]) + w["0.bias"]
-        mean = y.mean(0) if training else net[1].running_mean
-        variance = y.var(0, unbiased=False) if training else net[1].running_var
-        y = (y - mean) / (variance + 1e-5).sqrt() * w["1.weight"] + w["1.bias"]
-        return torch.einsum("bi,boi->bo", y.tanh(), w["3.weight"]) + w["3.bias"]
+    @settings(max_examples=8)
+    @given(*(st.integers(low, 5) for low in (3, 1, 1, 1)), st.sampled_from([1e-5, 0.1]))
+    def check(count, inputs, units, length, eps):
+        torch.manual_seed(count)
+        if images:
+            layers, pair, axes = (nn.Conv1d(inputs, units, 1), nn.Conv1d(units, 2, 1)), "bil,boi->bol", (0, 2)
+        else:
+            layers, pair, axes = (nn.Linear(inputs, units), nn.Linear(units, 2)), "bi,boi->bo", (0,)
+        norm = nn.BatchNorm1d(units, eps)
+        norm.running_mean.normal_()
+        net = nn.Sequential(layers[0], norm, nn.Tanh(), layers[1]).train(training)
+        weights, theta, noise = setup(net, count)
+        x = torch.randn(count, inputs, *([length] if images else []))
+        frozen = {name: weight.detach() for name, weight in weights.items()} if linearized else weights
+        stacked = {name: torch.stack([theta(shift)[name] for shift in noise]) for name in weights}
 
-    if linearized:
-        zero = {name: torch.zeros_like(change) for name, change in stacked.items()}
-        slow = sum(jvp(reference, (zero,), (stacked,)))
-    else:
-        slow = reference(stacked)
-    fast = run(copy.deepcopy(net), weights, theta, noise, x, linearized=linearized)
-    compare(fast, slow, weights, theta, linearized=linearized)
+        def shaped(value):
+            """Units in dimension 1."""
+            return value[..., None] if images else value
+
+        def reference(change):
+            w = {name: weight + change[name] for name, weight in frozen.items()}
+            first, last = (
+                w[f"{place}.weight"].reshape(count, *frozen[f"{place}.weight"].shape[:2]) for place in (0, 3)
+            )
+            y = torch.einsum(pair, x, first) + shaped(w["0.bias"])
+            mean = y.mean(axes, keepdim=True) if training else shaped(norm.running_mean[None])
+            variance = y.var(axes, unbiased=False, keepdim=True) if training else shaped(norm.running_var[None])
+            y = (y - mean) / (variance + eps).sqrt() * shaped(w["1.weight"]) + shaped(w["1.bias"])
+            return torch.einsum(pair, y.tanh(), last) + shaped(w["3.bias"])
+
+        if linearized:
+            zero = {name: torch.zeros_like(change) for name, change in stacked.items()}
+            slow = sum(jvp(reference, (zero,), (stacked,)))
+        else:
+            slow = reference(stacked)
+        fast = run(copy.deepcopy(net), weights, theta, noise, x, linearized=linearized)
+        compare(fast, slow, weights, theta, linearized=linearized)
+
+    check()
 
 
 class Lost(nn.Module):
