@@ -46,6 +46,16 @@ def test_examples_in_other_rows_are_noticed(kind, count, linearized):
 
 
 @pytest.mark.parametrize("linearized", [False, True])
+def test_examples_in_another_dimension_of_the_same_length_are_noticed(linearized):
+    """Every row changes with every example then, so that none stays as it was."""
+    torch.manual_seed(0)
+    net = Shuffled(lambda x: x.transpose(0, 1))
+    weights, theta, noise = setup(net, 4)
+    with pytest.raises(ValueError, match=r"'two.weight' is used by linear.*does not count the .* examples"):
+        run(net, weights, theta, noise, torch.randn(4, 4, 3), linearized=linearized)
+
+
+@pytest.mark.parametrize("linearized", [False, True])
 @pytest.mark.parametrize("count", [1, 2, 6])
 def test_examples_that_see_each_other_are_no_permutation(count, linearized):
     """As for batch norm: the reference multiplies out all weights and runs the whole batch."""

@@ -1,7 +1,7 @@
 """Every rule against weights that are multiplied out for each example, and ``torch.func.jvp`` of those."""
 
 import copy
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -63,12 +63,12 @@ class Matrix(nn.Module):
 
 
 class Attention(nn.Module):
-    def __init__(self, size, *, batch_first, separate, bias, causal):
+    def __init__(self, size, *, batch_first, separate, bias, causal, padded):
         super().__init__()
         extra = {"kdim": size + 1, "vdim": size + 2} if separate else {}
         self.attention = nn.MultiheadAttention(size, 2, batch_first=batch_first, bias=bias, **extra)
         self.inner = nn.Linear(size, size)
-        self.separate, self.batch_first, self.causal = separate, batch_first, causal
+        self.separate, self.batch_first, self.causal, self.padded = separate, batch_first, causal, padded
 
     def forward(self, x):
         x = torch.tanh(self.inner(x))
@@ -76,9 +76,30 @@ class Attention(nn.Module):
         key, value = (F.pad(x, (0, 1)), F.pad(x, (0, 2))) if self.separate else (x, x)
         steps = x.shape[1 if self.batch_first else 0]
         mask = torch.ones(steps, steps, dtype=torch.bool).triu(1) if self.causal else None
-        y, shares = self.attention(x, key, value, attn_mask=mask)
+        padding = None
+        if self.padded and steps > 1:  # a step of some examples, by their own values
+            first = x[:, :1, 0] if self.batch_first else x[:1, :, 0].T
+            padding = F.pad(first > 0, (steps - 1, 0))
+        y, shares = self.attention(x, key, value, attn_mask=mask, key_padding_mask=padding)
         y = y if self.batch_first else y.transpose(0, 1)
         return torch.cat([y, shares], -1)
+
+
+class PlainAttention(nn.Module):
+    """The function itself, which takes masks of truth values; the module makes numbers of them."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.joint, self.out = nn.Parameter(torch.randn(3 * size, size)), nn.Parameter(torch.randn(size, size))
+
+    def forward(self, x):
+        count, steps, size = x.shape
+        mask = torch.ones(2 * count, steps, steps, dtype=torch.bool).triu(1)
+        padding = F.pad(x[:, :1, 0] > 0, (steps - 1, 0)) & (torch.arange(steps) > 0)
+        x, options = x.transpose(0, 1), {"attn_mask": mask, "key_padding_mask": padding}
+        settings = (None, None, None, False, 0.0)
+        y, _ = F.multi_head_attention_forward(x, x, x, size, 2, self.joint, *settings, self.out, None, **options)
+        return y.transpose(0, 1)
 
 
 class Recurrent(nn.Module):
@@ -125,8 +146,10 @@ def networks(draw, kind):
     if kind == "matrix":
         return Matrix(size), sequence
     if kind == "attention":
-        options = {name: draw(st.booleans()) for name in ("batch_first", "separate", "bias", "causal")}
+        options = {name: draw(st.booleans()) for name in ("batch_first", "separate", "bias", "causal", "padded")}
         return Attention(size, **options), sequence
+    if kind == "plain_attention":
+        return PlainAttention(size), sequence
     if kind == "encoder":
         layer = nn.TransformerEncoderLayer(size, 2, 3, dropout=0.0, batch_first=True, norm_first=draw(st.booleans()))
         return layer, sequence
@@ -137,7 +160,7 @@ def networks(draw, kind):
 KINDS = [
     *("linear", "conv1", "conv2", "conv3", "transposed1", "transposed2", "transposed3", "layer_norm"),
     *("layer_norm_of_images", "rms_norm", "group_norm", "instance_norm", "elementwise", "drop_connect"),
-    *("tied_embedding", "matrix", "attention", "encoder", "lstm", "gru"),
+    *("tied_embedding", "matrix", "attention", "plain_attention", "encoder", "lstm", "gru"),
 ]
 
 
@@ -266,6 +289,18 @@ def test_batch_norm_normalises_over_the_whole_batch(images, training, linearized
         compare(fast, slow, weights, theta, linearized=linearized)
 
     check()
+
+
+def test_attention_whose_joint_projection_does_not_respond():
+    torch.manual_seed(0)
+    net, x = PlainAttention(4), torch.randn(3, 2, 4)
+    weights, theta, noise = setup(net, 3)
+    nn.init.zeros_(theta.templates[theta.names.index("joint")])
+    rows = {name: rows for name, rows in theta.rows(noise).items() if name != "joint"}
+    predict = respond(
+        lambda params, x: functional_call(net, params, (x,)), weights, rows, Examples(nullcontext), linearized=False
+    )
+    torch.testing.assert_close(predict(x), one_by_one(net, weights, theta, noise, x, linearized=False), **TOLERANCE)
 
 
 class Lost(nn.Module):
