@@ -32,7 +32,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser().parse_args(arguments)
     try:
         options.command(options)
-    except (FileNotFoundError, ImportError, ValueError, bilevel.DivergenceError) as error:
+    except (OSError, ImportError, ValueError, bilevel.DivergenceError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         sys.exit("interrupted; the same command goes on.")
@@ -114,13 +114,20 @@ def add_compare(commands: Any) -> None:
         "compare",
         help="put runs side by side, and the paper's numbers",
         description="Read the folders that runs left, and print the best validation loss and the test loss of the same "
-        "weights, averaged over seeds, in the layout of the paper's table, with the paper's numbers below. Runs that "
-        "are not finished are named and left out.",
+        "weights, averaged over seeds, in the layout of the paper's table, with the paper's numbers below. Runs of a "
+        "task whose settings differ have rows of their own. Runs that are not finished are named and left out.",
     )
     this.set_defaults(command=lambda options: print(compare(options.path, out=options.out, figure=options.figure)))
     this.add_argument("path", nargs="+", type=Path, help="folder of a run, or a folder that holds some at any depth")
-    this.add_argument("--out", type=Path, metavar="FILE", help="write the tables there too, with a .csv file beside")
-    this.add_argument("--figure", type=Path, metavar="FILE", help="draw the best loss so far over epochs and over time")
+    this.add_argument(
+        "--out", type=Path, metavar="FILE", help="write the tables there too, with a .csv file and a figure beside"
+    )
+    this.add_argument(
+        "--figure",
+        type=Path,
+        metavar="FILE",
+        help="draw the best loss so far over epochs and over time there (default: beside --out)",
+    )
 
 
 def add_study(commands: Any) -> None:
@@ -197,7 +204,11 @@ def add_download(commands: Any) -> None:
 def run_task(options: argparse.Namespace) -> None:
     """Run a task with a method."""
     task: Task = options.task
-    settings = task.presets[options.preset]
+    preset = options.preset
+    if f"{preset}_{options.method}" in task.presets:
+        preset = f"{preset}_{options.method}"
+        print(f"--preset {preset}: --method {options.method} has settings of its own.", flush=True)
+    settings = task.presets[preset]
     names = [field.name for field in dataclasses.fields(settings)]
     given = {name: vars(options)[name] for name in names if vars(options)[name] is not None}
     none = {name: None for name, value in given.items() if value == "none"}
@@ -232,11 +243,22 @@ def run_task(options: argparse.Namespace) -> None:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of that name; ``auto`` takes an accelerator if there is one."""
-    if name != "auto":
-        return torch.device(name)
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    return torch.device("cpu") if found is None else found
+    """The device of that name; ``auto`` takes an accelerator if there is one.
+
+    Returns:
+        A device that works.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    if name == "auto":
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return torch.device("cpu") if found is None else found
+    try:
+        return torch.zeros(1, device=name).device
+    except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:  # as torch happens to fail
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--device {name} cannot be used: {reason}. Try --device cpu, or leave it out.") from None
 
 
 def read_init(text: str) -> tuple[str, float | list[float]]:

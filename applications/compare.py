@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from applications.tables import figure_of, markdown, mean_and_deviation, read_csv, shown, write_csv
+from applications.task import FIXED, SEARCHES
 
 # Rows are tasks, columns are methods. The paper's Bayesian optimization used Gaussian processes.
 COLUMNS = {
@@ -52,6 +55,8 @@ PAPER_ACCURACY: Mapping[str, tuple[str, Mapping[str, Pair]]] = {
     "vgg16": ("tab:acc", {"stn": (89.22, 88.66), "delta_stn": (90.96, 90.26)}),
     "resnet18": ("tab:acc", {"stn": (91.51, 90.16), "delta_stn": (93.46, 92.55)}),
 }
+# How a method tunes: every method may have its own numbers. Plain training does not look at them.
+TUNING = ("warmup", "inner_steps", "outer_steps", "outer_learning_rate", "response_learning_rate", "scale", "entropy")
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class Result:
 
     Attributes:
         folder: Where it is.
-        row: The task, and what sets its kind of run apart.
+        row: The task; also whether only the input dropout is tuned, and whether the data are generated.
         method: The name of the method.
         summary: The content of ``summary.json``.
     """
@@ -71,7 +76,7 @@ class Result:
     summary: Mapping[str, Any]
 
 
-Table = dict[str, dict[str, list[Result]]]
+Table = dict[str, dict[str, list[Result]]]  # by row and method; a row is that of its results, and what sets it apart
 
 
 def compare(paths: Sequence[Path], *, out: Path | None = None, figure: Path | None = None) -> str:
@@ -80,7 +85,8 @@ def compare(paths: Sequence[Path], *, out: Path | None = None, figure: Path | No
     Args:
         paths: Folders of runs, or folders that hold them at any depth.
         out: Write the tables there as Markdown, and the numbers beside as CSV.
-        figure: Draw the best validation loss so far there, over epochs and over time.
+        figure: Draw the best validation loss so far there, over epochs and over time; by default beside ``out``, if
+            matplotlib is installed.
 
     Returns:
         The tables, then everything that the reader should know about the runs.
@@ -99,12 +105,15 @@ def compare(paths: Sequence[Path], *, out: Path | None = None, figure: Path | No
     accuracies = accuracy(table)
     parts = [text, *([accuracies] if accuracies else []), *(["\n".join(warnings)] if warnings else [])]
     report = "\n\n".join(parts)
-    if figure is not None:
-        draw(table, figure)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(report + "\n", encoding="utf-8")
         write_csv(out.with_suffix(".csv"), numbers(table))
+    if figure is not None:
+        draw(table, figure)
+    elif out is not None:
+        with suppress(ImportError):  # nobody asked for it
+            draw(table, out.with_suffix(".png"))
     return report
 
 
@@ -137,16 +146,53 @@ def load(paths: Iterable[Path]) -> tuple[list[Result], list[str]]:
 
 def arrange(results: Iterable[Result]) -> Table:
     """Runs by row and method, methods in the order of the table."""
-    found: Table = {}
+    found: dict[str, list[Result]] = {}
     for result in results:
-        found.setdefault(result.row, {}).setdefault(result.method, []).append(result)
-    order = [*COLUMNS]
-    rows = [*PAPER, *sorted(found)]
+        found.setdefault(result.row, []).append(result)
+    tasks, order = [*PAPER, *sorted(found)], [*COLUMNS]
+    table: Table = {}
+    for task in sorted(found, key=tasks.index):
+        for row, runs in apart(found[task]).items():
+            methods = sorted(
+                dict.fromkeys(run.method for run in runs),
+                key=lambda method: order.index(method) if method in order else len(order),
+            )
+            table[row] = {method: [run for run in runs if run.method == method] for method in methods}
+    return table
+
+
+def apart(runs: Sequence[Result]) -> dict[str, list[Result]]:
+    """Put runs of one task that differ in their settings into different rows.
+
+    The label of a row names the settings that vary. How a method tunes sets its runs apart only from those of the same
+    method. A run whose method does not look at a setting that varies stands in all rows that agree with the rest of it:
+    so does a search, whose epochs are those of a trial, in the rows of the runs with other epochs.
+
+    Returns:
+        The runs by label.
+    """
+    looked_at = [_settings(run) for run in runs]
+    starts = [name for settings in looked_at for name in settings if name.startswith("init ")]
+    for run, settings in zip(runs, looked_at, strict=True):
+        if run.method not in SEARCHES:
+            settings.update({name: settings.get(name, "default") for name in starts})
+    varying = []
+    for name in dict.fromkeys(name for settings in looked_at for name in settings):
+        own = name in TUNING or name == "epochs per trial"
+        values: dict[str, set[str]] = {}
+        for run, settings in zip(runs, looked_at, strict=True):
+            if name in settings:
+                values.setdefault(run.method if own else "", set()).add(str(settings[name]))
+        if any(len(different) > 1 for different in values.values()):
+            varying.append(name)
+    varying.sort(key=lambda name: name.startswith("epochs"))  # they come last
+    kinds = [{name: _label(name, of[name]) for name in varying if name in of} for of in looked_at]
+    rows = [kind for kind in kinds if not any(kind.items() < other.items() for other in kinds)]
     return {
-        row: dict(
-            sorted(found[row].items(), key=lambda entry: order.index(entry[0]) if entry[0] in order else len(order))
-        )
-        for row in sorted(found, key=rows.index)
+        ", ".join([runs[0].row, *kind.values()]): [
+            run for run, of in zip(runs, kinds, strict=True) if of.items() <= kind.items()
+        ]
+        for kind in rows
     }
 
 
@@ -157,15 +203,16 @@ def differences(table: Table) -> list[str]:
         A line for each.
     """
     lines = []
+    stands: Counter[Path] = Counter()
     for row, methods in table.items():
         for method, results in methods.items():
-            lines += [f"warning: {row}, {method}: {line}" for line in _differing(results)]
             seeds: dict[Any, Path] = {}
             for result in results:
                 seed = result.summary["seed"]
                 if seed in seeds:
                     lines.append(f"warning: {row}, {method}: seed {seed} twice: {seeds[seed]}, {result.folder}")
                 seeds.setdefault(seed, result.folder)
+                stands[result.folder] += 1
                 if result.summary["stopped"] not in ("epochs", "trials"):
                     epochs = result.summary["epochs"]
                     lines.append(
@@ -174,7 +221,12 @@ def differences(table: Table) -> list[str]:
         lines += [
             f"note: {row}, between methods: {line}" for line in _differing([runs[0] for runs in methods.values()])
         ]
-    return lines
+    lines += [
+        f"note: {folder} stands in {count} rows: its method does not look at what sets them apart"
+        for folder, count in stands.items()
+        if count > 1
+    ]
+    return list(dict.fromkeys(lines))
 
 
 def losses(table: Table) -> str:
@@ -199,6 +251,7 @@ def accuracy(table: Table) -> str:
 def numbers(table: Table) -> list[dict[str, Any]]:
     """The table as one row per task and method, and the paper's numbers beside."""
     rows: list[dict[str, Any]] = []
+    last = _last_rows(table)
     for row, methods in table.items():
         for method, results in methods.items():
             entry: dict[str, Any] = {"task": row, "method": method, "source": "measured", "n": len(results)}
@@ -206,8 +259,12 @@ def numbers(table: Table) -> list[dict[str, Any]]:
                 entry[part], entry[f"{part}_std"] = mean_and_deviation(values)
             entry["seconds"] = mean_and_deviation([run.summary["seconds"] for run in results])[0]
             rows.append(entry)
-        source, pairs = PAPER.get(row, ("", {}))
-        rows += [{"task": row, "method": m, "source": source, "valid": v, "test": t} for m, (v, t) in pairs.items()]
+        if row in last:
+            task = last[row]
+            source, pairs = PAPER.get(task, ("", {}))
+            rows += [
+                {"task": task, "method": m, "source": source, "valid": v, "test": t} for m, (v, t) in pairs.items()
+            ]
     return rows
 
 
@@ -296,17 +353,43 @@ def _result(folder: Path) -> Result:
     return result
 
 
+def _settings(run: Result) -> dict[str, Any]:
+    """The settings that the method of a run looks at."""
+    summary = run.summary
+    settings = {name: value for name, value in summary["settings"].items() if name != "only_input"}
+    if run.method in (*FIXED, *SEARCHES):
+        unused = [name for name in TUNING if (run.method, name) != ("fixed_noise", "scale")]
+        settings = {name: value for name, value in settings.items() if name not in unused}
+    if run.method in SEARCHES:
+        return {"epochs per trial" if name == "epochs" else name: value for name, value in settings.items()}
+    return settings | {f"init {name}": value for name, value in summary["init"].items()}
+
+
+def _label(name: str, value: Any) -> str:
+    """A setting as part of the name of a row."""
+    text = "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{text} {name}" if name.startswith("epochs") else f"{name.replace('_', ' ')} {text}"
+
+
 def _differing(results: Sequence[Result]) -> list[str]:
-    """What the settings of runs do not have in common."""
+    """What the settings of runs do not have in common, of those that their methods look at."""
     lines = []
-    whole = [{**run.summary["settings"], **{f"init {k}": v for k, v in run.summary["init"].items()}} for run in results]
+    whole = [_settings(run) for run in results]
     for key in dict.fromkeys(key for settings in whole for key in settings):
         values: dict[str, list[str]] = {}
         for run, settings in zip(results, whole, strict=True):
-            values.setdefault(str(settings.get(key, "not given")), []).append(str(run.folder))
+            # Not to be given is a difference for an initial value; otherwise the method does not look at it.
+            if key in settings or (key.startswith("init ") and run.method not in SEARCHES):
+                values.setdefault(str(settings.get(key, "not given")), []).append(str(run.folder))
         if len(values) > 1:
             lines.append(f"{key} is " + ", ".join(f"{value} in {' and '.join(at)}" for value, at in values.items()))
     return lines
+
+
+def _last_rows(table: Table) -> dict[str, str]:
+    """The last row of each task, after which the paper's numbers come, and the task."""
+    tasks = {next(iter(methods.values()))[0].row: row for row, methods in table.items()}
+    return {row: task for task, row in tasks.items()}
 
 
 def _loss_pairs(results: Sequence[Result]) -> list[Pair]:
@@ -322,14 +405,15 @@ def _accuracy_pairs(results: Sequence[Result]) -> list[Pair]:
 
 def _render(table: Table, pairs_of: Any, paper: Mapping[str, tuple[str, Mapping[str, Pair]]], *, smallest: bool) -> str:
     used = {method for methods in table.values() for method in methods}
-    used |= {method for row in table for method in paper.get(row, ("", {}))[1]}
+    last = _last_rows(table)
+    used |= {method for task in last.values() for method in paper.get(task, ("", {}))[1]}
     columns = [*(method for method in COLUMNS if method in used), *sorted(used - set(COLUMNS))]
     rows = []
     for row, methods in table.items():
         cells = {method: pairs_of(results) for method, results in methods.items()}
         rows.append([row, *_cells(cells, columns, digits=4, smallest=smallest)])
-        if row in paper:
-            source, pairs = paper[row]
+        if last.get(row) in paper:
+            source, pairs = paper[last[row]]
             published = {method: [pair] for method, pair in pairs.items()}
             rows.append([f"paper, {source}", *_cells(published, columns, digits=3, smallest=smallest)])
     return markdown(["task", *(COLUMNS.get(method, method) for method in columns)], rows)

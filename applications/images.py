@@ -21,7 +21,7 @@ import bilevel
 from applications import data as datasets
 from applications.augment import augment
 from applications.models import MLP, VGG16, AlexNet, ResNet18, SimpleCNN
-from applications.task import Batches, Experiment, Settings, Task, option
+from applications.task import Batches, Experiment, Settings, Task, initial, option
 
 AUGMENTATIONS: Mapping[str, tuple[float, float]] = {
     "translation": (0.0, 0.5),
@@ -43,10 +43,14 @@ EVALUATION_BATCH = 1000
 class ImageSettings(Settings):
     """Settings of the image tasks."""
 
-    width: float = option(1.0, "units of a hidden layer (mnist), or factor for the channels of the paper's network")
-    momentum: float = option(0.9, "of the inner optimizer")
-    decay_after: int | None = option(None, "epochs after which the learning rate drops to a fifth; none keeps it")
-    valid_share: float = option(0.15, "share of the training images held out for validation")
+    width: float = option(
+        1.0, "units of a hidden layer (mnist), or factor for the channels of the paper's network", above=0
+    )
+    momentum: float = option(0.9, "of the inner optimizer", least=0)
+    decay_after: int | None = option(
+        None, "epochs after which the learning rate drops to a fifth; none keeps it", least=1
+    )
+    valid_share: float = option(0.15, "share of the training images held out for validation", above=0)
     only_input: bool = option(False, "tune no dropout but that of the input; the others are off")
 
 
@@ -79,6 +83,7 @@ class ImageTask(Task):
         init: Mapping[str, Any],
     ) -> Experiment:
         """See :meth:`applications.task.Task.build`."""
+        hyper = self._hyper(init, only_input=settings.only_input)
         (dataset,) = self.datasets
         images = datasets.synthetic_images(dataset) if data is None else datasets.images(dataset, data)
         train, valid = datasets.split(
@@ -98,7 +103,7 @@ class ImageTask(Task):
             net,
             inner_loss=partial(loss, training=True),
             outer_loss=partial(loss, training=False),
-            hyper=self._hyper(init, only_input=settings.only_input),
+            hyper=hyper,
         )
 
         def batches(x: Tensor, y: Tensor, size: int, *, shuffle: bool = True) -> Batches:
@@ -127,11 +132,11 @@ class ImageTask(Task):
         if unknown:
             raise ValueError(f"--init {unknown[0]}: {self.name} has no such hyperparameter, but {', '.join(known)}.")
         count = 1 if only_input else self._rates
-        rates = torch.as_tensor(init.get("dropout", 0.05), dtype=torch.float64).expand(count)
+        rates = torch.as_tensor(initial(init, "dropout", 0.05, count), dtype=torch.float64).expand(count)
         hyper = {"dropout": bilevel.interval(*DROPOUT, init=rates)}
         for name, (low, high) in self._ranges.items():
             kind = bilevel.integer if name == "holes" else bilevel.interval
-            hyper[name] = kind(low, high, init=init.get(name, START.get(name, 0.05)))
+            hyper[name] = kind(low, high, init=initial(init, name, START.get(name, 0.05)))
         return hyper
 
 
@@ -179,9 +184,13 @@ def _presets(paper: ImageSettings, **quick: Any) -> dict[str, ImageSettings]:
     return {"paper": paper, "quick": dataclasses.replace(paper, **_QUICK, **quick)}
 
 
-def _cifar(name: str, network: Any, rates: int, paper: ImageSettings, width: float, **more: ImageSettings) -> ImageTask:
+def _cifar(
+    name: str, network: Any, rates: int, paper: ImageSettings, width: float, stn: ImageSettings | None = None
+) -> ImageTask:
     count = rates + len(AUGMENTATIONS) + len(CUTOUT)
-    presets = _presets(paper, width=width) | more
+    presets = _presets(paper, width=width)
+    if stn is not None:
+        presets |= {f"{preset}_stn": settings for preset, settings in _presets(stn, width=width).items()}
     summary = f"{network.__name__} on CIFAR-10, {count} hyperparameters"
     ranges = {**AUGMENTATIONS, **CUTOUT}
     return ImageTask(name, summary, "cifar10", lambda factor: network(width=factor), rates, ranges, presets)
@@ -216,7 +225,7 @@ TASKS = (
         16,
         dataclasses.replace(_CIFAR, learning_rate=0.01, entropy=1e-4),
         0.125,
-        paper_stn=dataclasses.replace(_CIFAR, learning_rate=0.01, entropy=1e-3),
+        stn=dataclasses.replace(_CIFAR, learning_rate=0.01, entropy=1e-3),
     ),
     _cifar("resnet18", ResNet18, 9, dataclasses.replace(_CIFAR, learning_rate=0.05, entropy=1e-4), 0.125),
 )

@@ -10,7 +10,8 @@ the paper does not state. Where their code and the paper differ, this follows th
 - Embedding dropout has a rate, and drops words, for each stream; theirs is the same for all.
 
 The response of an STN is multiplied by λ itself, of squared norm 80 at the start, where the other methods take a
-perturbation. With the learning rate of 30 its loss explodes; the preset ``paper_stn`` has 0.3 for the response.
+perturbation. With the learning rate of 30 its loss explodes; the presets ``paper_stn`` and ``quick_stn`` have 0.3 for
+the response, and an STN takes them by itself.
 
 A run that goes on from a checkpoint starts with an empty memory of the text; it is full again within a batch or two.
 """
@@ -32,7 +33,7 @@ from torch import Tensor
 import bilevel
 from applications import data as datasets
 from applications.language_model import PADDING, RATES, LanguageModel, Memory, Reading, Streams
-from applications.task import Experiment, Settings, Task, option
+from applications.task import Experiment, Settings, Task, initial, option
 
 SHARED = ("drop_connect", "ar", "tar")
 RANGES = dict.fromkeys(RATES, (0.0, 0.95)) | dict.fromkeys(("ar", "tar"), (0.0, 4.0))
@@ -46,20 +47,33 @@ Batch = tuple[Tensor, Tensor, Memory]
 class LanguageSettings(Settings):
     """Settings of the language tasks."""
 
-    epochs: int = option(1000, "passes over the training text, at most: see --stop-below")
-    batch_size: int = option(40, "streams of text that are read side by side")
-    length: int = option(70, "tokens of a stream in a batch, through which gradients go back")
-    width: int = option(650, "units of a layer, and dimensions of a word")
-    layers: int = option(2, "of LSTM")
-    warmup: int = option(10, "epochs in which the hyperparameters do not move")
-    inner_steps: int = option(2, "training steps between outer steps (T_train)")
-    learning_rate: float = option(30.0, "of the weights and of their response, at the start")
-    response_learning_rate: float | None = option(None, "another one for the response; none takes that of the weights")
-    patience: int = option(5, "epochs in a row without a better validation loss that quarter the learning rate")
+    epochs: int = option(1000, "passes over the training text, at most: see --stop-below", least=1)
+    batch_size: int = option(40, "streams of text that are read side by side", least=1)
+    length: int = option(70, "tokens of a stream in a batch, through which gradients go back", least=1)
+    width: int = option(650, "units of a layer, and dimensions of a word", least=1)
+    layers: int = option(2, "of LSTM", least=1)
+    warmup: int = option(10, "epochs in which the hyperparameters do not move", least=0)
+    inner_steps: int = option(2, "training steps between outer steps (T_train)", least=1)
+    learning_rate: float = option(30.0, "of the weights and of their response, at the start", above=0)
+    response_learning_rate: float | None = option(
+        None, "another one for the response; none takes that of the weights", above=0
+    )
+    patience: int = option(
+        5, "epochs in a row without a better validation loss that quarter the learning rate", least=1
+    )
     stop_below: float = option(0.0003, "learning rate below which the run ends")
-    clip: float = option(0.25, "largest gradient norm, of the weights and of their response each")
-    test_streams: int = option(1, "streams in which the test text is read; one is exact, several are fast")
-    limit: int | None = option(None, "use only so many tokens of the training text; none uses all")
+    clip: float = option(0.25, "largest gradient norm, of the weights and of their response each", above=0)
+    test_streams: int = option(1, "streams in which the test text is read; one is exact, several are fast", least=1)
+    limit: int | None = option(None, "use only so many tokens of the training text; none uses all", least=1)
+
+    def __post_init__(self) -> None:
+        """Raise a ValueError for a number that is out of bounds."""
+        super().__post_init__()
+        if self.limit is not None and self.limit < self.batch_size:
+            raise ValueError(
+                f"--limit must be at least --batch-size, a token for each stream; got {self.limit} and "
+                f"{self.batch_size}."
+            )
 
 
 @final
@@ -82,12 +96,12 @@ class LanguageTask(Task):
         init: Mapping[str, Any],
     ) -> Experiment:
         """See :meth:`applications.task.Task.build`."""
-        _check(settings)
+        hyper = self._hyper(init)
         text = datasets.synthetic_text() if data is None else datasets.text(self.name, data)
         with torch.random.fork_rng([]):
             torch.manual_seed(seed)
             net = LanguageModel(words=len(text.vocabulary), width=settings.width, layers=settings.layers).to(device)
-        problem = bilevel.Problem(net, inner_loss=training_loss, outer_loss=validation_loss, hyper=self._hyper(init))
+        problem = bilevel.Problem(net, inner_loss=training_loss, outer_loss=validation_loss, hyper=hyper)
         end, response_rate = text.vocabulary.index("<eos>"), settings.response_learning_rate
 
         def read(tokens: Tensor, streams: int) -> Streams:
@@ -123,7 +137,7 @@ class LanguageTask(Task):
         if unknown:
             raise ValueError(f"--init {unknown[0]}: {self.name} has no such hyperparameter, but {', '.join(RANGES)}.")
         return {
-            name: bilevel.interval(low, high, init=init.get(name, START), shared=name in SHARED)
+            name: bilevel.interval(low, high, init=initial(init, name, START), shared=name in SHARED)
             for name, (low, high) in RANGES.items()
         }
 
@@ -180,24 +194,13 @@ def _mean_square(x: Tensor) -> Tensor:
     return x.square().sum() / max(x.numel(), 1)
 
 
-def _check(settings: LanguageSettings) -> None:
-    for name in ("batch_size", "length", "width", "layers", "patience", "test_streams"):
-        value = dataclasses.asdict(settings)[name]
-        if value < 1:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}.")
-    if settings.limit is not None and settings.limit < settings.batch_size:
-        raise ValueError(
-            f"--limit must be at least --batch-size, a token for each stream; got {settings.limit} and "
-            f"{settings.batch_size}."
-        )
-
-
 _PAPER = LanguageSettings()
 _QUICK = dataclasses.replace(_PAPER, epochs=3, length=35, width=100, warmup=1, limit=50_000, test_streams=10)
 _PRESETS = {
     "paper": _PAPER,
     "quick": _QUICK,
     "paper_stn": dataclasses.replace(_PAPER, response_learning_rate=0.3),
+    "quick_stn": dataclasses.replace(_QUICK, response_learning_rate=0.3),
 }
 
 TASKS = (LanguageTask("ptb", "Penn Treebank", _PRESETS), LanguageTask("wikitext2", "WikiText-2", _PRESETS))

@@ -28,8 +28,9 @@ from torch import Tensor, nn
 
 import bilevel
 from applications.optima import HIGHEST_RATE, PROBLEMS, ClosedForm, Split, first_inside, load
+from applications.run import environment, write
 from applications.task import Batches
-from applications.trajectories import Panel, Run, draw, table, write_csv
+from applications.trajectories import Panel, Run, draw, summary, table, write_csv
 
 SETS = ("boston", "yacht", "energy", "power", "naval", "protein")
 SCALE = 1.0
@@ -237,6 +238,11 @@ def main(options: argparse.Namespace) -> None:
         for name in options.sets or (SETS if options.data else ("diabetes",))
     ]
     options.out.mkdir(parents=True, exist_ok=True)
+    # Problems share a folder, so that their name is part of all names.
+    settings = {name: _plain(value) for name, value in vars(options).items() if name not in ("command", "out")}
+    settings |= {"methods": fitting, "sets": [split.name for split in splits]}
+    write(options.out / f"{stem}_settings.json", settings)
+    write(options.out / f"{stem}_environment.json", environment(torch.device("cpu")))
     panels: list[Panel] = []
     started = time.process_time()
     for split in splits:
@@ -263,5 +269,11 @@ def main(options: argparse.Namespace) -> None:
         print(text[-1], flush=True)
         (options.out / f"{stem}.txt").write_text("\n".join(text) + "\n", encoding="utf-8")
         write_csv(panels, options.out / f"{stem}.csv")
+        found = {"settings": settings, "sets": {panel.split.name: summary(panel) for panel in panels}}
+        write(options.out / f"{stem}_summary.json", found)
         draw(panels, options.out / f"{stem}.png")
     print(f"\n{time.process_time() - started:.0f} s of CPU time; see {options.out / stem}.png")
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else value

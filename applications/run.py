@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import json
 import math
@@ -10,6 +11,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 import bilevel
 from applications.fixed import Fixed
 from applications.task import FIXED, SELF_TUNING, Experiment, Settings, Task
+from bilevel.checkpoint import load
 
 
 def run(
@@ -38,7 +41,7 @@ def run(
     """Train with one method, or go on with a run that was stopped, and leave a folder.
 
     ``settings.json``, ``environment.json``, ``history.csv``, ``summary.json``, ``schedules.png``, ``best.pt`` (weights
-    at the best validation loss), ``checkpoint.pt`` (to go on from).
+    at the best validation loss), ``checkpoint.pt`` (to go on from). A run that is over already is not made again.
 
     Args:
         task: What to train.
@@ -56,30 +59,97 @@ def run(
 
     Returns:
         The summary.
+
+    Raises:
+        DivergenceError: If the training diverged; the folder holds what it had until then.
     """
     device = torch.device("cpu") if device is None else device
     described = describe(task, method, settings, data=data, seed=seed, init=init or {})
+    callbacks = list(callbacks)
+    over = finished(out, described, ["best.pt", "history.csv", *(["schedules.png"] if plots else [])])
+    # A callback of the caller may have ended the run, and that of another call may want to go on.
+    if over and not callbacks:
+        return over
     claim(out, described)
     experiment = task.build(settings, data=data, folder=out, seed=seed, device=device, init=init or {})
-    write(out / "environment.json", environment(device))
-    solution = train(
-        experiment,
-        method,
-        settings,
-        seed=seed,
-        seconds=seconds,
-        checkpoint=out / "checkpoint.pt",
-        callbacks=callbacks,
-        progress=progress,
-    )
-    solution.history.to_csv(out / "history.csv")
-    summary = described | summarize(experiment, solution, len(experiment.train) / settings.inner_steps)
+    epochs = settings.inner_steps / len(experiment.train)
+    try:
+        solution = train(
+            experiment,
+            method,
+            settings,
+            seed=seed,
+            seconds=seconds,
+            checkpoint=out / "checkpoint.pt",
+            callbacks=[Log(out, device), *callbacks],
+            progress=progress,
+        )
+    except bilevel.DivergenceError as error:
+        if error.solution is not None and error.solution.best is not None:
+            with suppress(ImportError):  # the divergence is the news, not that matplotlib is missing
+                leave(out, described, experiment, error.solution, epochs, plots=plots)
+            at = error.solution.best.round * epochs
+            print(f"warning: the run diverged; {out} holds what it had, best.pt is of epoch {at:.2f}.", flush=True)
+        raise
+    return leave(out, described, experiment, solution, epochs, plots=plots)
+
+
+def leave(
+    out: Path,
+    described: Mapping[str, Any],
+    experiment: Experiment,
+    solution: bilevel.Solution,
+    epochs_per_round: float,
+    *,
+    plots: bool,
+) -> dict[str, Any]:
+    """Write what a run came to.
+
+    Returns:
+        The summary.
+    """
+    if solution.history:
+        solution.history.to_csv(out / "history.csv")
+    summary = {**described, **summarize(experiment, solution, epochs_per_round)}
     assert solution.best is not None
     torch.save(solution.best.state_dict, out / "best.pt")
     write(out / "summary.json", summary)
     if plots:  # last, since matplotlib may be missing
         solution.plot(out / "schedules.png")
     return summary
+
+
+class Log:
+    """A callback that writes ``environment.json`` in the first round, and ``history.csv`` with every validation pass.
+
+    So a run that does not come to its end has a history. It has the last row of each round; all of them, if there are
+    several outer steps in a round, are in the file of a run that ended.
+    """
+
+    def __init__(self, out: Path, device: torch.device) -> None:
+        """Write into ``out``."""
+        self.out, self.device = out, device
+        self.history = bilevel.History()
+        self.columns: list[str] = []
+        self.written = 0
+
+    def __call__(self, event: bilevel.Round) -> None:
+        """Note a round."""
+        if not self.history:
+            checkpoint = self.out / "checkpoint.pt"  # as the run found it
+            self.history.rows = load(checkpoint)["rows"] if checkpoint.exists() else []
+            note_environment(self.out / "environment.json", self.device)
+        self.history.append(event.row)
+        if event.validation_loss is None:
+            return
+        new = self.history.rows[self.written :]
+        if all(name in self.columns for row in new for name in row):
+            with (self.out / "history.csv").open("a", newline="", encoding="utf-8") as file:
+                csv.DictWriter(file, self.columns, restval="", lineterminator="\n").writerows(new)
+        else:
+            self.history.to_csv(self.out / "history.csv")
+            self.columns = self.history.columns
+        self.written = len(self.history)
 
 
 def train(
@@ -128,7 +198,7 @@ def warmup_rounds(method: str, settings: Settings, batches: int) -> int:
     return math.ceil(settings.warmup * batches / settings.inner_steps) if method in SELF_TUNING else 0
 
 
-def summarize(experiment: Experiment, solution: bilevel.Solution, rounds_per_epoch: float) -> dict[str, Any]:
+def summarize(experiment: Experiment, solution: bilevel.Solution, epochs_per_round: float) -> dict[str, Any]:
     """What the tables show: measures of the best weights on both sets, hyperparameters, time."""
     best = solution.best
     if best is None:
@@ -136,9 +206,9 @@ def summarize(experiment: Experiment, solution: bilevel.Solution, rounds_per_epo
     experiment.net.load_state_dict(best.state_dict)
     return {
         "stopped": solution.stopped,
-        "epochs": round(solution.history["round"][-1] / rounds_per_epoch, 2),
+        "epochs": round(solution.history["round"][-1] * epochs_per_round, 2),
         "seconds": round(float(solution.history["seconds"][-1]), 1),
-        "best_epoch": round(best.round / rounds_per_epoch, 2),
+        "best_epoch": round(best.round * epochs_per_round, 2),
         "valid": measure(experiment, best.hyper, experiment.valid),
         "test": measure(experiment, best.hyper, experiment.test),
         "best_hyper": {name: value.tolist() for name, value in best.hyper.items()},
@@ -183,27 +253,48 @@ def describe(
     }
 
 
+def finished(out: Path, described: Mapping[str, Any], files: Iterable[str]) -> dict[str, Any] | None:
+    """The summary of a run that is over and has all its files, if it is the one that is described."""
+    try:
+        summary: dict[str, Any] = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    same = all(summary.get(key) == value for key, value in json.loads(json.dumps(described)).items())
+    over = summary.get("stopped") in ("epochs", "callback") and all((out / name).exists() for name in files)
+    return summary if same and over else None
+
+
 def claim(out: Path, described: dict[str, Any]) -> None:
     """Take a folder for a run, unless it holds another one.
 
     Raises:
-        ValueError: If it does.
+        ValueError: If it does, or if the run has made more epochs already.
     """
     out.mkdir(parents=True, exist_ok=True)
     path = out / "settings.json"
     plain = json.loads(json.dumps(described))
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else plain
+    # More epochs prolong a run.
+    differs = [key for key in plain if _without_epochs(before.get(key)) != _without_epochs(plain[key])]
     if {entry.name for entry in out.iterdir()} <= {"settings.json", "split.json"}:
-        (out / "split.json").unlink(missing_ok=True)  # of a run that ended with an error before it began
-    elif path.exists():
-        before = json.loads(path.read_text(encoding="utf-8"))
-        # More epochs prolong a run.
-        differs = [key for key in plain if _without_epochs(before.get(key)) != _without_epochs(plain[key])]
-        if differs:
-            raise ValueError(
-                f"--out {out} holds another run: {differs[0]} was {before.get(differs[0])}, now it is "
-                f"{plain[differs[0]]}. Choose another folder, or remove it."
-            )
+        if differs:  # a run ended with an error before it began; the split of the same run may be in use
+            (out / "split.json").unlink(missing_ok=True)
+    elif differs:
+        raise ValueError(
+            f"--out {out} holds another run: {differs[0]} was {before.get(differs[0])}, now it is "
+            f"{plain[differs[0]]}. Choose another folder, or remove it."
+        )
+    elif plain["settings"]["epochs"] < min(before["settings"]["epochs"], made := epochs_made(out / "checkpoint.pt")):
+        raise ValueError(
+            f"--epochs {plain['settings']['epochs']}: the run in {out} has made {made} already. Ask for at least as "
+            "many, or choose another folder."
+        )
     write(path, plain)
+
+
+def epochs_made(checkpoint: Path) -> int:
+    """How many passes over the training data a run has made."""
+    return int(load(checkpoint)["feeds"]["train"]["passes"]) if checkpoint.exists() else 0
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
@@ -226,6 +317,15 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device": accelerator or device.type,
         "threads": torch.get_num_threads(),
     }
+
+
+def note_environment(path: Path, device: torch.device) -> None:
+    """Write where and when a run began; one that goes on keeps that, and adds to the list ``continued``."""
+    now = environment(device)
+    if path.exists():
+        first = json.loads(path.read_text(encoding="utf-8"))
+        now = {**first, "continued": [*first.get("continued", []), now]}
+    write(path, now)
 
 
 def _without_epochs(value: Any) -> Any:

@@ -10,6 +10,8 @@ import hashlib
 import importlib
 import json
 import math
+import os
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -19,7 +21,7 @@ from typing import Any
 import torch
 
 import bilevel
-from applications.run import claim, describe, environment, measure, train, write
+from applications.run import claim, describe, measure, note_environment, train, write
 from applications.suggest import (
     PRUNERS,
     Axis,
@@ -68,7 +70,8 @@ def search(
     """Search, or go on with a search, and leave a folder like that of :func:`applications.run.run`.
 
     ``history.csv`` has a row for every validation pass of every trial, with the epochs and the seconds of all trials
-    so far; ``trials.csv`` one for each trial; ``best.pt`` holds the weights of the best pass of all.
+    so far; ``trials.csv`` one for each trial; ``best.pt`` holds the weights of the best pass of all, and so does
+    ``best-N.pt``, which names the trial: processes that end together agree by it.
 
     Args:
         task: What to train.
@@ -107,7 +110,6 @@ def search(
     # Trials of another length, or of another grid, do not belong into the same study.
     described |= {"trial_epochs": settings.epochs} | ({"trials": trials} if grid else {})
     claim(out, described)
-    write(out / "environment.json", environment(device))
     digest = hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     study = open_study(
@@ -143,15 +145,20 @@ def search(
 
     stopped = None
     if not full() and left() > 0:
+        note_environment(out / "environment.json", device)
         try:
             study.optimize(objective, callbacks=[after])
         except KeyboardInterrupt:
             stopped = "interrupted"
     stopped = stopped or ("time" if left() <= 0 and not full() else "trials")
-    summary = described | finish(read(study), build_in_folder, out=out) | {"stopped": stopped}
-    if plots:
-        draw(history(read(study)), out / "search.png")
-    write(out / "summary.json", summary)
+    while True:
+        known = read(study)
+        summary = described | finish(known, build_in_folder, out=out) | {"stopped": stopped}
+        write(out / "summary.json", summary)
+        if len(read(study)) == len(known):  # or another process has ended a trial, and may have written first
+            break
+    if plots:  # last, since matplotlib may be missing
+        draw(history(known), out / "search.png")
     return summary
 
 
@@ -233,11 +240,10 @@ def run_trial(
         if "validation_loss" in row
     ]
     lowest = min((loss for other in read(trial.study) for _, _, loss in other.passes), default=math.inf)
-    trial.set_user_attr("record", {"date": date, "seconds": time.perf_counter() - clock, "passes": passes})
     if solution.best is not None and solution.best.validation_loss < lowest:
-        part = out / f"best.pt.{trial.number}.part"
-        torch.save(solution.best.state_dict, part)
-        part.replace(out / "best.pt")
+        _replace(out / f"best-{trial.number}.pt", partial(torch.save, solution.best.state_dict))
+    # Whoever reads the record finds the weights.
+    trial.set_user_attr("record", {"date": date, "seconds": time.perf_counter() - clock, "passes": passes})
     if solution.stopped == "interrupted":
         raise KeyboardInterrupt
     if solution.best is None or True in answers:
@@ -264,16 +270,21 @@ def finish(trials: Sequence[Trial], build: Callable[[Mapping[str, Any]], Experim
     experiment = build(values)
     weight = next(experiment.net.parameters())
     hyper = experiment.problem.space.values(experiment.problem.space.init(weight.dtype, weight.device))
-    path = out / "best.pt"
+    path, own = out / "best.pt", out / f"best-{best['trial']}.pt"
+    if own.exists():
+        _replace(path, partial(shutil.copyfile, own))
     if path.exists():
         experiment.net.load_state_dict(torch.load(path, map_location=weight.device, weights_only=True))
     valid = measure(experiment, hyper, experiment.valid)
-    # Several processes may have written the file; or the best trial ran on another machine.
+    # The best trial may have run on another machine.
     if not path.exists() or not math.isclose(valid["loss"], best["validation_loss"], rel_tol=1e-3, abs_tol=1e-5):
         raise ValueError(
             f"{path} does not hold the weights of trial {best['trial']}, the best one with a validation loss of "
-            f"{best['validation_loss']:.6g}. If another machine ran it, copy best.pt from there, and run this again."
+            f"{best['validation_loss']:.6g}. If another machine ran it, copy {own.name} from there, and run this again."
         )
+    for trial in trials:
+        if trial.number != best["trial"]:
+            (out / f"best-{trial.number}.pt").unlink(missing_ok=True)
     return {
         "epochs": round(rows[-1]["epoch"], 2),
         "seconds": round(worked([trial.interval for trial in trials]), 1),
@@ -285,6 +296,13 @@ def finish(trials: Sequence[Trial], build: Callable[[Mapping[str, Any]], Experim
         "trial": best["trial"],
         "trials": len(trials),
     }
+
+
+def _replace(path: Path, save: Callable[[Path], object]) -> None:
+    """Write a file in one piece."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    save(part)
+    part.replace(path)
 
 
 def check_options(method: str, trials: int | None, seconds: float | None, pruner: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,29 +19,60 @@ SEARCHES = ("grid_search", "random_search", "tpe", "gp", "cmaes")
 Loss = Callable[[bilevel.Model, Mapping[str, Tensor], Any], tuple[Tensor, dict[str, Tensor]]]
 
 
-def option(default: Any, help: str) -> Any:
-    """A setting with a line of help for the command line.
+def option(default: Any, help: str, *, least: float | None = None, above: float | None = None) -> Any:
+    """A setting with a line of help for the command line, and a bound if it has one.
 
     Returns:
         A field of a dataclass.
     """
-    return field(default=default, metadata={"help": help})
+    return field(default=default, metadata={"help": help, "least": least, "above": above})
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The numbers of a run that every task has."""
 
-    epochs: int = option(100, "passes over the training data")
-    batch_size: int = option(128, "examples per batch")
-    warmup: int = option(5, "epochs in which the hyperparameters do not move")
-    inner_steps: int = option(5, "training steps between outer steps (T_train)")
-    outer_steps: int = option(1, "outer steps after them (T_valid)")
-    learning_rate: float = option(0.01, "of the weights and of their response")
-    outer_learning_rate: float = option(0.01, "of the hyperparameters and of their scale")
-    scale: float = option(1.0, "standard deviation of the perturbation, at the start")
-    entropy: float | None = option(None, "weight of the entropy with which the scale is learned; none keeps it fixed")
-    limit: int | None = option(None, "use only so many training examples; none uses all")
+    epochs: int = option(100, "passes over the training data", least=1)
+    batch_size: int = option(128, "examples per batch", least=1)
+    warmup: int = option(5, "epochs in which the hyperparameters do not move", least=0)
+    inner_steps: int = option(5, "training steps between outer steps (T_train)", least=1)
+    outer_steps: int = option(1, "outer steps after them (T_valid)", least=1)
+    learning_rate: float = option(0.01, "of the weights and of their response", above=0)
+    outer_learning_rate: float = option(0.01, "of the hyperparameters and of their scale", above=0)
+    scale: float = option(1.0, "standard deviation of the perturbation, at the start", least=0)
+    entropy: float | None = option(
+        None, "weight of the entropy with which the scale is learned; none keeps it fixed", least=0
+    )
+    limit: int | None = option(None, "use only so many training examples; none uses all", least=1)
+
+    def __post_init__(self) -> None:
+        """Raise a ValueError for a number that is out of bounds."""
+        for entry in fields(self):
+            value, flag = asdict(self)[entry.name], f"--{entry.name.replace('_', '-')}"
+            least, above = entry.metadata.get("least"), entry.metadata.get("above")
+            if value is None:
+                continue
+            if least is not None and not value >= least:
+                raise ValueError(f"{flag} must be at least {least}, got {value}.")
+            if above is not None and not value > above:
+                raise ValueError(f"{flag} must be above {above}, got {value}.")
+
+
+def initial(init: Mapping[str, Any], name: str, default: float, count: int = 1) -> Any:
+    """The initial value of a hyperparameter: one number, or one for each of its ``count`` entries.
+
+    Returns:
+        What was given, or the default.
+
+    Raises:
+        ValueError: If there are more numbers, or fewer.
+    """
+    value = init.get(name, default)
+    given = torch.as_tensor(value).numel()
+    if given not in (1, count):
+        wanted = "one number" if count == 1 else f"one number or {count}"
+        raise ValueError(f"--init {name} takes {wanted}, got {given}: {value}.")
+    return value
 
 
 class Loader(Protocol):

@@ -6,6 +6,7 @@ import csv
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -72,30 +73,59 @@ class Panel:
         return self.exact.limit(float(self.unconstrained(self.space.init.double().numpy())), self.scale)
 
 
+def summary(panel: Panel) -> dict[str, Any]:
+    r"""What the methods came to on a set.
+
+    Returns:
+        The optimum; and by method the hyperparameter at the end, the distance :math:`|\lambda - \lambda^*|` with its
+        deviation over the seeds, the farthest distance of all rounds, the excess loss relative to the optimum, and how
+        many runs diverged. None stands where there is no number.
+    """
+    best = panel.exact.loss(panel.optimum)
+    methods: dict[str, Any] = {}
+    for method in dict.fromkeys(run.method for run in panel.runs):
+        runs = [run for run in panel.runs if run.method == method]
+        far = max(np.nanmax(np.abs(panel.unconstrained(run.values) - panel.optimum)) for run in runs)
+        ends = panel.unconstrained(np.array([run.values[-1] for run in runs if not run.diverged]))
+        distance = np.abs(ends - panel.optimum)
+        there = len(ends) > 0
+        methods[method] = {
+            panel.hyper: panel.natural(float(ends.mean())) if there else None,
+            "distance": float(distance.mean()) if there else None,
+            "distance_std": float(distance.std(ddof=1)) if len(ends) > 1 else None,
+            "farthest": float(far),
+            "excess_loss": float(np.mean([panel.exact.loss(end) for end in ends]) / best - 1) if there else None,
+            "diverged": len(runs) - len(ends),
+            "runs": len(runs),
+        }
+    return {
+        "split": panel.split.seed,
+        "optimum": panel.natural(panel.optimum),
+        "start": float(panel.space.init),
+        "limit_distance": abs(panel.limit - panel.optimum),
+        "methods": methods,
+    }
+
+
 def table(panel: Panel) -> str:
     """The runs of a set against its optimum, by method."""
-    rows = panel.split.train[0].shape
+    rows, found = panel.split.train[0].shape, summary(panel)
     lines = [
         f"{panel.split.name}, split {panel.split.seed}: {rows[0]} training examples, {rows[1]} features; optimal "
-        f"{panel.hyper} {panel.natural(panel.optimum):.4g} (λ* = {panel.optimum:.2f}), start "
-        f"{float(panel.space.init):.4g}; limit of delta_stn: |λ − λ*| = {abs(panel.limit - panel.optimum):.2f}",
+        f"{panel.hyper} {found['optimum']:.4g} (λ* = {panel.optimum:.2f}), start "
+        f"{found['start']:.4g}; limit of delta_stn: |λ − λ*| = {found['limit_distance']:.2f}",
         f"  {'method':<14}{panel.hyper:>11}{'|λ − λ*| at the end':>22}{'farthest':>10}{'excess loss':>13}"
         f"{'diverged':>10}",
     ]
-    best = panel.exact.loss(panel.optimum)
-    for method in dict.fromkeys(run.method for run in panel.runs):
-        runs = [run for run in panel.runs if run.method == method]
-        far = [np.nanmax(np.abs(panel.unconstrained(run.values) - panel.optimum)) for run in runs]
-        ends = panel.unconstrained(np.array([run.values[-1] for run in runs if not run.diverged]))
-        cells = f"{'-':>11}{'-':>22}"
-        excess = "-"
-        if len(ends):
-            distance = np.abs(ends - panel.optimum)
-            spread = f" ± {distance.std(ddof=1):.2f}" if len(ends) > 1 else ""
-            cells = f"{panel.natural(float(ends.mean())):>11.4g}{f'{distance.mean():.2f}{spread}':>22}"
-            excess = f"{np.mean([panel.exact.loss(end) for end in ends]) / best - 1:.2%}"
-        diverged = f"{len(runs) - len(ends)} of {len(runs)}"
-        lines.append(f"  {method:<14}{cells}{max(far):>10.2f}{excess:>13}{diverged:>10}")
+    for method, numbers in found["methods"].items():
+        cells, excess = f"{'-':>11}{'-':>22}", "-"
+        if numbers["distance"] is not None:
+            spread = "" if numbers["distance_std"] is None else f" ± {numbers['distance_std']:.2f}"
+            distance = f"{numbers['distance']:.2f}{spread}"
+            cells = f"{numbers[panel.hyper]:>11.4g}{distance:>22}"
+            excess = f"{numbers['excess_loss']:.2%}"
+        diverged = f"{numbers['diverged']} of {numbers['runs']}"
+        lines.append(f"  {method:<14}{cells}{numbers['farthest']:>10.2f}{excess:>13}{diverged:>10}")
     return "\n".join(lines)
 
 

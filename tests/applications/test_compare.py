@@ -130,18 +130,74 @@ def test_runs_that_cannot_be_used_are_named(tmp_path):
     assert cells(report, "mnist")["Δ-STN"] == "0.0500 (0.0400)"
 
 
-def test_unfair_comparisons_are_named(tmp_path):
-    write(tmp_path / "a")
-    write(tmp_path / "b", seed=1, settings={"width": 9})
-    write(tmp_path / "c", seed=1)
-    write(tmp_path / "d", method="stn", settings={"epochs": 4}, init={"dropout": 0.3}, stopped="time")
+def rows_of(report):
+    """The first column of the first table."""
+    table = report.split("\n\n")[1]
+    return [line.split("|")[1].strip() for line in table.splitlines()][2:]
+
+
+def test_runs_with_other_settings_have_rows_of_their_own(tmp_path):
+    write(tmp_path / "a", valid=0.5, settings={"width": 400.0, "epochs": 100})
+    write(tmp_path / "b", valid=0.6, settings={"width": 400.0, "epochs": 100}, seed=1)
+    write(tmp_path / "c", valid=0.7, settings={"width": 1200.0, "epochs": 300})
+    write(tmp_path / "d", valid=0.8, method="stn", settings={"width": 1200.0, "epochs": 300}, init={"dropout": 0.3})
+    report = compare([tmp_path], out=tmp_path / "table.md")
+    first, second, third = (
+        f"mnist, {text}"
+        for text in (
+            *("width 400, init dropout default, 100 epochs", "width 1200, init dropout default, 300 epochs"),
+            "width 1200, init dropout 0.3, 300 epochs",
+        )
+    )
+    assert rows_of(report) == [first, second, third, "paper, tab:classification"]
+    assert cells(report, first)["Δ-STN"].endswith("n=2")
+    assert cells(report, second)["Δ-STN"] == "0.7000 (0.0400)"
+    assert cells(report, third)["STN"] == "0.8000 (0.0400)"
+    found = read_csv(tmp_path / "table.csv")
+    assert [row["task"] for row in found if row["source"] == "measured"] == [first, second, third]
+    assert sum(row["source"] == "tab:classification" for row in found) == len(PAPER["mnist"][1])
+
+
+def test_what_a_method_does_not_look_at_sets_nothing_apart(tmp_path):
+    """A search has epochs of its own; plain training has no entropy, and an STN has another one than Δ-STN."""
+    write(tmp_path / "a", settings={"epochs": 100, "entropy": 1e-4})
+    write(tmp_path / "b", method="stn", settings={"epochs": 100, "entropy": 1e-3})
+    write(tmp_path / "c", method="random_search", settings={"epochs": 30, "entropy": 1.0, "warmup": 9})
+    write(tmp_path / "d", method="fixed", settings={"epochs": 100, "entropy": 2.0})
     report = compare([tmp_path])
-    a, b, c, d = (tmp_path / name for name in "abcd")
-    assert f"warning: mnist, delta_stn: width is 8 in {a} and {c}, 9 in {b}" in report
+    assert rows_of(report) == ["mnist", "paper, tab:classification"]
+    assert all(cells(report, "mnist")[column] for column in ("RS", "STN", "Δ-STN", "fixed"))
+    a, b = tmp_path / "a", tmp_path / "b"
+    assert f"note: mnist, between methods: entropy is 0.001 in {b}, 0.0001 in {a}" in report
+    assert "warmup" not in report
+    assert "epochs is" not in report
+
+
+def test_a_search_stands_in_every_row_of_its_kind(tmp_path):
+    write(tmp_path / "a", settings={"epochs": 100})
+    write(tmp_path / "b", settings={"epochs": 300})
+    write(tmp_path / "c", method="random_search", settings={"epochs": 30})
+    write(tmp_path / "d", method="random_search", settings={"epochs": 30, "width": 9})
+    report = compare([tmp_path])
+    rows = [f"mnist, {text}" for text in ("width 8, 100 epochs", "width 8, 300 epochs", "width 9")]
+    assert rows_of(report) == [*rows, "paper, tab:classification"]
+    assert all(cells(report, row)["RS"] for row in rows)
+    assert f"note: {tmp_path / 'c'} stands in 2 rows" in report
+    # Trials of another length are another search.
+    write(tmp_path / "e", method="random_search", seed=1, settings={"epochs": 50})
+    assert "mnist, width 8, 30 epochs per trial" in " ".join(
+        rows_of(compare([tmp_path / "c", tmp_path / "d", tmp_path / "e"]))
+    )
+
+
+def test_unfair_comparisons_are_named(tmp_path):
+    write(tmp_path / "b", seed=1)
+    write(tmp_path / "c", seed=1)
+    write(tmp_path / "d", method="stn", stopped="diverged")
+    report = compare([tmp_path])
+    b, c, d = (tmp_path / name for name in "bcd")
     assert f"warning: mnist, delta_stn: seed 1 twice: {b}, {c}" in report
-    assert f"note: mnist, between methods: epochs is 4 in {d}, 2 in {a}" in report
-    assert f"note: mnist, between methods: init dropout is 0.3 in {d}, not given in {a}" in report
-    assert f"note: {d} was stopped (time) after 2.0 epochs" in report
+    assert f"note: {d} was stopped (diverged) after 2.0 epochs" in report
 
 
 def test_a_run_that_is_named_twice_counts_once(tmp_path):
@@ -170,6 +226,9 @@ def test_the_command_writes_tables_and_a_figure(tmp_path, capsys):
     cli.main(["compare", str(tmp_path / "runs"), "--out", str(out), "--figure", str(figure)])
     assert out.read_text() == capsys.readouterr().out
     assert figure.read_bytes()[:4] == b"\x89PNG"
+    assert not out.with_suffix(".png").exists()
+    cli.main(["compare", str(tmp_path / "runs"), "--out", str(out)])
+    assert out.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
     first, *paper = read_csv(out.with_suffix(".csv"))
     assert (first["method"], first["source"], first["n"]) == ("delta_stn", "measured", "2")
     assert [float(first[name]) for name in ("valid", "valid_std", "test", "seconds")] == pytest.approx([

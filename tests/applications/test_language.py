@@ -311,6 +311,20 @@ def test_every_method_trains(method, tmp_path):
     assert moved == ([] if method in FIXED else list(RANGES))
 
 
+def test_an_epoch_of_wikitext2(tmp_path):
+    settings = dataclasses.replace(SMALL, epochs=1, warmup=0, limit=1000)
+    summary = run(TASKS[1], "delta_stn", settings, out=tmp_path, data=None, progress=False, plots=False)
+    assert (summary["task"], summary["epochs"]) == ("wikitext2", 1)
+    assert 1 < summary["test"]["perplexity"] < 1000
+
+
+def test_a_run_that_ended_by_its_learning_rate_is_over(tmp_path):
+    settings = dataclasses.replace(SMALL, epochs=9, limit=200, stop_below=2.0)
+    first, again = (run(PTB, "fixed", settings, out=tmp_path, data=None, progress=False, plots=False) for _ in "ab")
+    assert first["stopped"] == "callback"
+    assert again == first
+
+
 def test_a_run_goes_on(tmp_path):
     for epochs in (1, 2):
         settings = dataclasses.replace(SMALL, epochs=epochs)

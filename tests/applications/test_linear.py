@@ -1,8 +1,10 @@
 """Linear models: exact optima against plain numerical ones, and a short run of every problem with every method."""
 
 import argparse
+import json
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -328,6 +330,21 @@ def test_the_command_writes_a_table_values_and_a_figure(tmp_path, capsys):
     assert first[4:] == ["0.2", "0.2"]
     assert last[2] == "12"
     assert len({"0.2", *last[4:]}) == 3, "seeds differ"
+    stem = tmp_path / "linear_input_dropout"
+    settings, environment, summary = (
+        json.loads(Path(f"{stem}_{name}.json").read_text(encoding="utf-8"))
+        for name in ("settings", "environment", "summary")
+    )
+    assert (settings["problem"], settings["rounds"], settings["sets"]) == ("input_dropout", 12, ["diabetes"])
+    assert environment["torch"] == torch.__version__
+    assert summary["settings"] == settings
+    (found,) = summary["sets"].values()
+    assert f"optimal rate {found['optimum']:.4g} " in table
+    for method, numbers in found["methods"].items():
+        (line,) = (line.split() for line in table.splitlines() if line.startswith(f"  {method} "))
+        assert line[1:3] == [f"{numbers['rate']:.4g}", f"{numbers['distance']:.2f}"]
+        assert f"{numbers['excess_loss']:.2%}" in line
+        assert (numbers["diverged"], numbers["runs"]) == (0, 2)
 
 
 def test_decoupling_runs_the_centered_stn_with_both_objectives(tmp_path, capsys):

@@ -2,7 +2,10 @@
 
 import dataclasses
 import json
+import urllib.error
+import urllib.request
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +14,8 @@ import bilevel
 from applications import __main__ as cli
 from applications import data, images
 from applications.fixed import Fixed
-from applications.run import run, train
+from applications.run import claim, run, train
+from applications.tables import read_csv
 from applications.task import FIXED, SEARCHES, SELF_TUNING
 
 TASKS = {task.name: task for task in images.TASKS}
@@ -28,7 +32,7 @@ def tiny(task, **changes):
     return dataclasses.replace(TASKS[task].presets["quick"], **{**TINY, "width": WIDTH[task], **changes})
 
 
-def tiny_run(task, method, out, *, init=None, seed=0, seconds=None, plots=False, **changes):
+def tiny_run(task, method, out, *, init=None, seed=0, seconds=None, plots=False, callbacks=(), **changes):
     settings = tiny(task, **changes)
     return run(
         TASKS[task],
@@ -39,6 +43,7 @@ def tiny_run(task, method, out, *, init=None, seed=0, seconds=None, plots=False,
         seed=seed,
         init=init,
         seconds=seconds,
+        callbacks=callbacks,
         progress=False,
         plots=plots,
     )
@@ -187,6 +192,107 @@ def test_a_figure_that_cannot_be_drawn_costs_nothing_else(tmp_path, monkeypatch)
     assert (tmp_path / "summary.json").exists() and (tmp_path / "best.pt").exists()
 
 
+def diverge(event):
+    """Lose the weights in the second epoch of two rounds."""
+    if event.index == 4:
+        raise bilevel.DivergenceError("the inner loss is nan")
+
+
+def test_a_run_that_diverges_leaves_what_it_had(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    with pytest.raises(bilevel.DivergenceError, match="nan"):
+        tiny_run("mnist", "delta_stn", tmp_path, epochs=3, callbacks=[diverge], plots=True)
+    assert "the run diverged" in capsys.readouterr().out
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["stopped"], summary["epochs"]) == ("diverged", 2)
+    rows = read_csv(tmp_path / "history.csv")
+    assert len(rows) == 4
+    best = min(float(row["validation_loss"]) for row in rows if row["validation_loss"])
+    assert summary["valid"]["loss"] == pytest.approx(best)
+    assert {"best.pt", "schedules.png"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_the_exit_code_tells_a_divergence(tmp_path, monkeypatch):
+    monkeypatch.setattr("applications.run.train", lambda *args, **kwargs: diverge(SimpleNamespace(index=4)))
+    with pytest.raises(SystemExit) as caught:
+        command("mnist", "--width=8", "--out", tmp_path, "--quiet")
+    assert caught.value.code == "error: the inner loss is nan"
+
+
+@pytest.mark.parametrize("method", ["delta_stn", "fixed"])
+def test_an_unfinished_run_has_the_history_of_its_validation_passes(method, tmp_path):
+    """Killed in the fourth epoch, and again in the sixth: three rows of warm-up have fewer columns."""
+
+    def killed(at):
+        def kill(event):
+            if event.index == at:
+                raise SystemError
+
+        return kill
+
+    changes = {"epochs": 7, "warmup": 1}
+    for at, kept in ((7, 6), (12, 10)):
+        with pytest.raises(SystemError):
+            tiny_run("mnist", method, tmp_path / "parts", callbacks=[killed(at)], **changes)
+        rows = read_csv(tmp_path / "parts" / "history.csv")
+        assert [int(row["round"]) for row in rows][:kept] == list(range(1, kept + 1))
+    tiny_run("mnist", method, tmp_path / "whole", **changes)
+    whole = read_csv(tmp_path / "whole" / "history.csv")
+    for row, expected in zip(rows, whole, strict=False):
+        assert {**row, "seconds": ""} == {**expected, "seconds": ""}
+
+
+def test_a_start_that_fails_in_the_solver_does_not_hold_its_folder(tmp_path):
+    with pytest.raises(ValueError, match="time_budget"):
+        tiny_run("mnist", "fixed", tmp_path, seconds=-1.0)
+    tiny_run("mnist", "delta_stn", tmp_path, seed=1)
+    assert json.loads((tmp_path / "summary.json").read_text())["method"] == "delta_stn"
+
+
+def test_the_split_of_the_same_run_stays(tmp_path):
+    """Another process of a search may be reading it."""
+    described = {"task": "mnist", "settings": {"epochs": 1}}
+    claim(tmp_path, described)
+    (tmp_path / "split.json").touch()
+    claim(tmp_path, described)
+    assert (tmp_path / "split.json").exists()
+    claim(tmp_path, {**described, "task": "fashion"})
+    assert not (tmp_path / "split.json").exists()
+
+
+def test_the_environment_keeps_the_beginning(tmp_path, monkeypatch):
+    for index, epochs in enumerate((1, 2, 2, 3)):
+        monkeypatch.setattr("sys.argv", ["", f"call {index}"])
+        tiny_run("mnist", "fixed", tmp_path, epochs=epochs)
+    found = json.loads((tmp_path / "environment.json").read_text())
+    assert found["command"] == "python -m applications call 0"
+    # The third call had nothing to do.
+    assert [entry["command"][-1] for entry in found["continued"]] == ["1", "3"]
+
+
+def test_fewer_epochs_than_were_made_are_refused(tmp_path):
+    tiny_run("mnist", "fixed", tmp_path, epochs=3)
+    before = (tmp_path / "settings.json").read_bytes()
+    with pytest.raises(ValueError, match=r"--epochs 2: the run in .* has made 3 already"):
+        tiny_run("mnist", "fixed", tmp_path, epochs=2)
+    assert (tmp_path / "settings.json").read_bytes() == before
+
+
+def test_a_round_may_be_longer_than_the_run(tmp_path):
+    """Five steps are two epochs and a half; the same command is still the same run."""
+    first = tiny_run("mnist", "fixed", tmp_path, inner_steps=5)
+    (tmp_path / "best.pt").unlink()  # so that it is not just read
+    again = tiny_run("mnist", "fixed", tmp_path, inner_steps=5)
+    assert again == first
+    assert (tmp_path / "best.pt").exists()
+
+
+def test_a_run_that_is_over_is_not_made_again(tmp_path, monkeypatch):
+    first = tiny_run("mnist", "fixed", tmp_path)
+    monkeypatch.setattr("applications.run.train", lambda *args, **kwargs: pytest.fail("trained"))
+    assert tiny_run("mnist", "fixed", tmp_path) == first
+
+
 def test_the_folder_of_another_run_is_refused(tmp_path):
     tiny_run("mnist", "fixed", tmp_path)
     before = (tmp_path / "settings.json").read_bytes()
@@ -230,6 +336,14 @@ def test_the_command_line(tmp_path, capsys):
         (["--trials", "3"], "--trials is for searches, --method delta_stn is none"),
         (["--method", "tpe", "--init", "dropout=0.1"], "--init: tpe chooses all values itself"),
         (["--data", "nowhere"], "nowhere"),
+        (["--init", "dropout=0.1,0.2"], "--init dropout takes one number or 3, got 2: [0.1, 0.2]"),
+        (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
+        (["--inner-steps", "0"], "--inner-steps must be at least 1, got 0"),
+        (["--limit", "0"], "--limit must be at least 1, got 0"),
+        (["--learning-rate", "-1"], "--learning-rate must be above 0, got -1.0"),
+        (["--learning-rate", "nan"], "--learning-rate must be above 0, got nan"),
+        (["--device", "banana"], "--device banana cannot be used: "),
+        (["--device", "privateuseone"], "Try --device cpu, or leave it out."),
     ],
 )
 def test_bad_options_end_with_one_line(words, message, tmp_path, capsys):
@@ -237,6 +351,41 @@ def test_bad_options_end_with_one_line(words, message, tmp_path, capsys):
         command("mnist", "--out", tmp_path / "run", "--quiet", *words)
     assert message in str(caught.value)
     assert str(caught.value).startswith("error: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_an_accelerator_that_is_not_there(tmp_path):
+    with pytest.raises(SystemExit, match=r"error: --device cuda cannot be used: .* Try --device cpu"):
+        command("mnist", "--device", "cuda", "--out", tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_download_without_a_network_ends_with_one_line(tmp_path, monkeypatch):
+    def unreachable(*args, **kwargs):
+        raise urllib.error.URLError("no route to host")
+
+    monkeypatch.setattr(urllib.request, "urlopen", unreachable)
+    with pytest.raises(SystemExit) as caught:
+        command("download", "mnist", "--data", tmp_path)
+    assert "no route to host" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("words", "entropy"), [(["--method=stn"], 1e-3), (["--method=delta_stn"], 1e-4)])
+@pytest.mark.parametrize("preset", ["paper", "quick"])
+def test_an_stn_takes_the_preset_that_it_has(preset, words, entropy, tmp_path, monkeypatch, capsys):
+    made = []
+    summary = {"valid": {}, "test": {}, "epochs": 0, "seconds": 0.0}
+    monkeypatch.setattr(cli, "run", lambda task, method, settings, **options: made.append(settings) or summary)
+    command("vgg16", f"--preset={preset}", "--out", tmp_path, *words)
+    command("vgg16", f"--preset={preset}", "--out", tmp_path, "--entropy=0.5", *words)
+    assert [settings.entropy for settings in made] == [entropy, 0.5]
+    assert (f"--preset {preset}_stn" in capsys.readouterr().out) == ("--method=stn" in words)
+    command("ptb", f"--preset={preset}", "--out", tmp_path, *words)
+    assert made[-1].response_learning_rate == (0.3 if "--method=stn" in words else None)
+    command("mnist", f"--preset={preset}", "--out", tmp_path, *words)  # the paper has no other number here
+    assert made[-1] == TASKS["mnist"].presets[preset]
 
 
 def test_help_of_every_command(capsys):

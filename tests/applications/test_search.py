@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bilevel
+from applications import images
 from applications.tables import read_csv
 from applications.task import SEARCHES, Batches, Experiment, Settings, Task
 
@@ -109,7 +110,8 @@ def test_every_search_leaves_the_files_of_a_run(method, tmp_path):
     assert all(0 < float(row["x[0]"]) <= 0.8 and row["holes"] in "01234" for row in rows)
     names = {path.name for path in tmp_path.iterdir()} - {"search.png"}
     assert names == {
-        *("settings.json", "environment.json", "history.csv", "summary.json", "best.pt", "trials.csv", "study.db")
+        *("settings.json", "environment.json", "history.csv", "summary.json", "best.pt", "trials.csv", "study.db"),
+        f"best-{summary['trial']}.pt",
     }
     assert (tmp_path / "search.png").exists() == (method == "tpe")
 
@@ -177,7 +179,7 @@ def test_processes_share_a_study_through_its_storage(tmp_path):
     """The second one joins with its own folder; it needs the weights of the first, and says so."""
     url = f"sqlite:///{tmp_path / 'shared.db'}"
     first = find(tmp_path / "a", trials=6, storage=url, pruner="none")
-    with pytest.raises(ValueError, match=rf"weights of trial {first['trial']}, .*copy best.pt"):
+    with pytest.raises(ValueError, match=rf"weights of trial {first['trial']}, .*copy best-{first['trial']}.pt"):
         find(tmp_path / "b", trials=6, storage=url, pruner="none")
     (tmp_path / "b" / "best.pt").write_bytes((tmp_path / "a" / "best.pt").read_bytes())
     joined = find(tmp_path / "b", trials=6, storage=url, pruner="none")
@@ -185,6 +187,60 @@ def test_processes_share_a_study_through_its_storage(tmp_path):
     assert not (tmp_path / "a" / "study.db").exists()
     other = find(tmp_path / "c", trials=2, storage=url, seed=1)
     assert other["trials"] == 2  # other settings are another study
+
+
+def test_two_processes_that_end_together_keep_the_better_weights(tmp_path, monkeypatch):
+    """The worse trial ends last, and did not know of the better one when it saved its weights."""
+    from applications.trials import read
+
+    monkeypatch.setattr(module, "read", lambda study: [])
+    with pytest.raises(ValueError, match="before its first validation pass"):
+        find(tmp_path, pruner="none")
+    saved = {path.name for path in tmp_path.glob("best-*.pt")}
+    assert len(saved) == 6
+    monkeypatch.setattr(module, "read", read)
+    summary = find(tmp_path, pruner="none")
+    assert summary["valid"]["loss"] == min(float(row["validation_loss"]) for row in read_csv(tmp_path / "trials.csv"))
+    assert {path.name for path in tmp_path.glob("best*")} == {"best.pt", f"best-{summary['trial']}.pt"}
+
+
+def test_a_process_that_is_overtaken_writes_its_summary_again(tmp_path, monkeypatch):
+    """While it measures, another process ends a trial."""
+    find(tmp_path, trials=2)
+    real, calls = module.finish, []
+
+    def overtaken(trials, build, *, out):
+        calls.append(len(trials))
+        if len(calls) == 1:
+            monkeypatch.setattr(module, "finish", real)
+            find(tmp_path, trials=5, pruner="none")
+            monkeypatch.setattr(module, "finish", overtaken)
+        return real(trials, build, out=out)
+
+    monkeypatch.setattr(module, "finish", overtaken)
+    summary = find(tmp_path, trials=2)
+    assert calls == [2, 5]
+    assert summary["trials"] == 5
+    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+
+
+def test_a_figure_that_cannot_be_drawn_costs_no_summary(tmp_path, monkeypatch):
+    def fail(*args):
+        raise ImportError("no matplotlib")
+
+    monkeypatch.setattr(module, "draw", fail)
+    with pytest.raises(ImportError, match="no matplotlib"):
+        find(tmp_path, trials=1, plots=True)
+    assert json.loads((tmp_path / "summary.json").read_text())["trials"] == 1
+
+
+def test_a_search_of_a_real_task(tmp_path):
+    (task,) = (task for task in images.TASKS if task.name == "mnist")
+    settings = dataclasses.replace(task.presets["quick"], epochs=1, width=8, batch_size=8, limit=16, inner_steps=1)
+    summary = find(tmp_path, task=task, settings=settings, trials=2)
+    assert (summary["trials"], summary["epochs"]) == (2, 2)
+    assert 0 < summary["test"]["loss"] < 10
+    assert len(summary["best_hyper"]["dropout"]) == 3
 
 
 def test_processes_that_create_the_database_at_once_do_not_fail(tmp_path, monkeypatch):
