@@ -182,7 +182,7 @@ class TestOptimizers:
         assert_same(second["vector"], first["vector"])
         assert_same(second["response"]["scale.raw"], first["response"]["scale.raw"])
         assert differs(second["response"]["inner.weights.0"], first["response"]["inner.weights.0"])
-        assert differs(second["response"]["theta.rowwise.factor"], first["response"]["theta.rowwise.factor"])
+        assert differs(second["response"]["theta.rowwise.templates.0"], first["response"]["theta.rowwise.templates.0"])
         solver.outer_step(BATCH, BATCH)
         third = solver.state_dict()
         assert differs(third["vector"], second["vector"])
