@@ -3,11 +3,13 @@ r"""What the three self-tuning networks share: an affine response :math:`w_0 + \
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
+from torch._C._functorch import is_gradtrackingtensor
+from torch.utils import _pytree as pytree
 
 from bilevel.autodiff import linearize
 from bilevel.hyper import Scale
@@ -132,6 +134,8 @@ class HypernetworkResponse(BestResponse):
         """
         weights = {name: w.detach() if freeze_weights else w for name, w in self.inner.params().items()}
         predict = self.inner.predictor(update_buffers=update_buffers)
+        if linearized and predict is not None and self.problem.module is not None:
+            predict = _without_input_gradients(self.problem.module, predict)
         if shift.ndim == 1:
             change = self.theta(shift)
             moved = {name: w + change[name] if name in change else w for name, w in weights.items()}
@@ -168,6 +172,26 @@ def _per_example(problem: Problem, kinds: Mapping[str, str], perturb: str | None
             "weight for every example: use structure='rowwise', or perturb='batch'."
         )
     return True
+
+
+def _without_input_gradients(module: nn.Module, predict: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse derivatives in the input through norms, for which PyTorch 2.13 returns wrong ones in forward mode."""
+    kinds = (nn.LayerNorm, nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
+    name = next((name for name, part in module.named_modules() if isinstance(part, kinds)), None)
+    if name is None:
+        return predict
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        inputs = pytree.tree_leaves((args[1:], kwargs))  # the first one are the weights
+        if any(isinstance(x, Tensor) and (x.requires_grad or is_gradtrackingtensor(x)) for x in inputs):
+            raise NotImplementedError(
+                f"the inner loss differentiates model(x) with respect to x, through the norm {name!r}: in the forward "
+                "mode of delta_stn PyTorch computes that wrongly. Use method='centered_stn', or nn.GroupNorm or "
+                "nn.RMSNorm; if no such derivative is meant, pass x.detach()."
+            )
+        return predict(*args, **kwargs)
+
+    return checked
 
 
 def _is_number(value: object) -> bool:

@@ -283,3 +283,33 @@ def test_set_response_is_seen_by_the_solver():
         set_response(response, hyper, w, theta)
         assert_equal(flat_weights(response, hyper), w)
         assert_equal(response.jacobian(hyper), theta)
+
+
+@pytest.mark.parametrize("transform", [False, True])
+@pytest.mark.parametrize("perturb", ["batch", "example"])
+@pytest.mark.parametrize(
+    ("norm", "right"),
+    [(nn.LayerNorm(4), False), (nn.BatchNorm1d(4, track_running_stats=False), False), (nn.GroupNorm(2, 4), True)],
+)
+def test_derivatives_in_the_input_through_norms_are_refused_where_pytorch_is_wrong(norm, right, perturb, transform):
+    def inner_loss(model, hyper, batch):
+        if transform:
+            slope = torch.func.grad(lambda x: model(x).sum())(batch)
+        else:
+            x = batch.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return model(batch).square().mean() + hyper["penalty"].mean() * slope.square().mean()
+
+    def outer_loss(model, hyper, batch):
+        return model(batch).square().mean()
+
+    net = nn.Sequential(nn.Linear(3, 4), norm, nn.Tanh(), nn.Linear(4, 1))
+    hyper = {"penalty": bilevel.positive(0.1)}
+    problem = bilevel.Problem(net, inner_loss=inner_loss, outer_loss=outer_loss, hyper=hyper)
+    solver = bilevel.Solver(problem, method=bilevel.DeltaSTN(perturb=perturb))
+    batch = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    if right:
+        solver.inner_step(batch)
+        return
+    with pytest.raises(NotImplementedError, match=r"through the norm '1'.*centered_stn.*GroupNorm"):
+        solver.inner_step(batch)
