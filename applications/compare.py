@@ -276,12 +276,13 @@ def draw(table: Table, path: Path) -> None:
     figure, axes = figure_of(len(table), 2)
     for (row, methods), pair in zip(table.items(), axes, strict=True):
         for axis, column in zip(pair, ("epoch", "seconds"), strict=True):
-            for index, (method, results) in enumerate(methods.items()):
+            for method, results in methods.items():
+                index = [*COLUMNS].index(method) if method in COLUMNS else len(COLUMNS)  # one colour in all rows
                 color, curves = f"C{index % 10}", [curve(run, column) for run in results]
                 for x, y in curves if len(curves) > 1 else []:
                     axis.step(x, y, where="post", color=color, linewidth=0.5, alpha=0.5)
                 axis.step(*average(curves), where="post", color=color, linewidth=1.8, label=COLUMNS.get(method, method))
-            axis.set_xlabel("epochs" if column == "epoch" else "seconds")
+            axis.set(xlabel="epochs" if column == "epoch" else "seconds", yscale="log")
         pair[0].set_title(row, fontsize=9)
         pair[0].set_ylabel("best validation loss")
         pair[0].legend(fontsize=7)
