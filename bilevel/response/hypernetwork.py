@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
-from torch._C._functorch import is_gradtrackingtensor
 from torch.utils import _pytree as pytree
 
 from bilevel.autodiff import linearize
@@ -84,6 +83,7 @@ class HypernetworkResponse(BestResponse):
         kinds = choose(default if settings.structure is None else settings.structure, list(problem.params))
         self.theta = make(problem.params, kinds, hyper.numel(), max_gigabytes=settings.max_gigabytes)
         self._known = Examples(problem.evaluating)
+        self._norm = None if problem.module is None else _first_norm(problem.module)
         self.per_example = _per_example(problem, kinds, settings.perturb)
         self._must_count = settings.perturb == "example"
         learned = settings.entropy is not None
@@ -134,8 +134,8 @@ class HypernetworkResponse(BestResponse):
         """
         weights = {name: w.detach() if freeze_weights else w for name, w in self.inner.params().items()}
         predict = self.inner.predictor(update_buffers=update_buffers)
-        if linearized and predict is not None and self.problem.module is not None:
-            predict = _without_input_gradients(self.problem.module, predict)
+        if linearized and predict is not None and self._norm is not None:
+            predict = _without_input_gradients(self._norm, predict)
         if shift.ndim == 1:
             change = self.theta(shift)
             moved = {name: w + change[name] if name in change else w for name, w in weights.items()}
@@ -174,18 +174,20 @@ def _per_example(problem: Problem, kinds: Mapping[str, str], perturb: str | None
     return True
 
 
-def _without_input_gradients(module: nn.Module, predict: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse derivatives in the input through norms, for which PyTorch 2.13 returns wrong ones in forward mode."""
+def _first_norm(module: nn.Module) -> str | None:
+    """The name of a layer whose derivatives in the input PyTorch 2.13 computes wrongly in forward mode."""
     kinds = (nn.LayerNorm, nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
-    name = next((name for name, part in module.named_modules() if isinstance(part, kinds)), None)
-    if name is None:
-        return predict
+    return next((name for name, part in module.named_modules() if isinstance(part, kinds)), None)
+
+
+def _without_input_gradients(norm: str, predict: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse derivatives in the input through that norm."""
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         inputs = pytree.tree_leaves((args[1:], kwargs))  # the first one are the weights
-        if any(isinstance(x, Tensor) and (x.requires_grad or is_gradtrackingtensor(x)) for x in inputs):
+        if any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
             raise NotImplementedError(
-                f"the inner loss differentiates model(x) with respect to x, through the norm {name!r}: in the forward "
+                f"the inner loss differentiates model(x) with respect to x, through the norm {norm!r}: in the forward "
                 "mode of delta_stn PyTorch computes that wrongly. Use method='centered_stn', or nn.GroupNorm or "
                 "nn.RMSNorm; if no such derivative is meant, pass x.detach()."
             )
