@@ -21,7 +21,6 @@ import os
 import time
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -32,33 +31,12 @@ from tqdm.auto import tqdm
 
 import bilevel
 from applications import sklearn_datasets
+from applications.optima import Split
 
 SETS = ("boston", "yacht", "energy", "power", "protein")
 METHODS = {"stn": bilevel.STN, "centered_stn": bilevel.CenteredSTN, "delta_stn": bilevel.DeltaSTN}
 START = 3.0
 Array = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class Split:
-    """A data set, split 80 to 20 and standardised by its training part.
-
-    Attributes:
-        name: Of the data set.
-        seed: Of the split.
-        train: Inputs and targets.
-        valid: Inputs and targets.
-    """
-
-    name: str
-    seed: int
-    train: tuple[Array, Array]
-    valid: tuple[Array, Array]
-
-    @property
-    def batch_size(self) -> int:
-        """Ten for sets of fewer than 1000 examples, otherwise a hundred."""
-        return 10 if len(self.train[1]) + len(self.valid[1]) < 1000 else 100
 
 
 class ClosedForm:
@@ -180,7 +158,7 @@ def run(split: Split, method: bilevel.Method, optimum: float, rounds: int, lr: f
     try:
         solution = bilevel.solve(
             problem,
-            Batches(split.train, split.batch_size),
+            Batches(split.train, 10 if split.small else 100),
             Batches(split.valid, len(split.valid[1])),
             method=method,
             inner_steps=10,
@@ -210,7 +188,7 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.05, help="learning rate of the weights (default: 0.05)")
     parser.add_argument("--response-lr", type=float, default=0.02, help="and of their response (default: 0.02)")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS, help="methods to run")
-    parser.add_argument("--limits", type=int, metavar="N", help="only count where the limit of N splits is under 90 %")
+    parser.add_argument("--limits", type=int, metavar="N", help="only count where the limit of N splits is under 90 %%")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="parallel processes")
     parser.add_argument("--out", type=Path, help="write the results to this CSV file too")
     options = parser.parse_args()

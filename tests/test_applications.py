@@ -1,6 +1,7 @@
 """The applications: tiny runs of the examples, and the facts that they are there to show."""
 
 import gzip
+import importlib
 from functools import partial
 from itertools import islice
 
@@ -206,3 +207,11 @@ def test_help_is_for_newcomers(application, capsys):
     printed = capsys.readouterr().out
     assert "--quick" in printed
     assert f"python -m {application.__name__}" in printed
+
+
+@pytest.mark.parametrize("name", ["cleaning", "digits", "fewshot", "ridge"])
+def test_help(name, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", [name, "--help"])
+    with pytest.raises(SystemExit) as stop:
+        importlib.import_module(f"applications.{name}").main()
+    assert stop.value.code == 0 and "options:" in capsys.readouterr().out
