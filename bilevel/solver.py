@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from bilevel.arguments import check_clip, check_flag, check_integer, check_loader, make_optimizer, make_scheduler
 from bilevel.checkpoint import check_layout
-from bilevel.compilation import OfModule
+from bilevel.compilation import OfModule, gains
 from bilevel.hyper import Named
 from bilevel.linear_solvers import LinearSolverError
 from bilevel.problem import Loss, Model, Problem
@@ -125,8 +125,8 @@ class Solver:
             compile: Trace and compile when first needed, which takes seconds to minutes: for self-tuning networks the
                 losses and gradients of inner and outer steps, once for every shape of batch; for implicit and unrolled
                 methods the inner loss and its derivatives in an outer step. What the losses read beside their
-                arguments is frozen then, except for tensors that are changed in place. What cannot be compiled runs
-                as it is, with a warning.
+                arguments is frozen then, except for tensors that are changed in place. What cannot be compiled, or
+                would not be faster, runs as it is, with a warning.
             seed: Of the solver's own random streams.
 
         Raises:
@@ -185,7 +185,7 @@ class Solver:
                 group.update({"weight_decay": 0} if "weight_decay" in group else {})
         self._inner: OfModule | None = None
         self._outer: OfModule | None = None
-        if compile and self.response.pure:
+        if compile and self.response.pure and gains(problem.module, problem.device):
             trained = self._params["weights"] + self._params.get("response", [])
             tuned = self._params.get("scale", [])
             self._inner = OfModule(self.response, trained, "inner steps", self._terms)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -77,6 +78,26 @@ class OfModule:
         named = dict(zip([*self._names, *self._buffer_names], [*leaves, *copies], strict=True))
         result = functional_call(self._module, named, (self._function, chosen, inputs))
         return (result, copies), []
+
+
+def gains(module: nn.Module | None, device: torch.device) -> bool:
+    """Whether compiled steps of a self-tuning network are faster; if not, a warning says so.
+
+    On a CPU those of a network of convolutions are not (``benchmarks/overhead.py``): the time is that of the
+    convolutions, which the compiler leaves as they are.
+
+    Returns:
+        Whether to compile.
+    """
+    convolves = module is not None and any(isinstance(part, nn.modules.conv._ConvNd) for part in module.modules())
+    if device.type != "cpu" or not convolves:
+        return True
+    warnings.warn(
+        "compile=True: on a CPU, compiled steps of a network with convolutions are not faster, so they run uncompiled.",
+        UserWarning,
+        stacklevel=3,
+    )
+    return False
 
 
 class _Host(nn.Module):

@@ -9,10 +9,12 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from examples import assert_same
 from torch import nn
 
 import bilevel
 from bilevel import CenteredSTN, DeltaSTN, DivergenceError
+from bilevel.compilation import gains
 
 METHODS = {"stn": bilevel.STN, "centered_stn": CenteredSTN, "delta_stn": DeltaSTN}
 PERTURB = {
@@ -134,8 +136,23 @@ def test_same_run(method, perturb):
     assert len(solver._outer.staged.compiled) == 1
 
 
-def test_convolutions():
+@pytest.fixture
+def convolutions_too(monkeypatch):
+    """As on a GPU."""
+    monkeypatch.setattr("bilevel.solver.gains", lambda module, device: True)
+
+
+def test_convolutions(convolutions_too):
     compare(problem=problem_of(convolutions), rounds=2)
+
+
+def test_convolutions_run_uncompiled_on_a_cpu_where_they_gain_nothing():
+    with pytest.warns(UserWarning, match="convolutions are not faster, so they run uncompiled") as caught:
+        solver = make_solver(DELTA, compile=True, problem=problem_of(convolutions))
+    assert len(caught) == 1 and solver._inner is None and solver._outer is None
+    plain = make_solver(DELTA, compile=False, problem=problem_of(convolutions))
+    assert_same(advance(solver, batches(), 2), advance(plain, batches(), 2))
+    assert gains(convolutions(), torch.device("cuda")) and gains(None, torch.device("cpu"))
 
 
 def test_dropout_draws_anew_at_every_call_and_a_seed_repeats_a_run():
@@ -300,6 +317,6 @@ def test_the_real_compiler(real_compiler):
 @pytest.mark.parametrize("perturb", PERTURB)
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("net", [Net, convolutions])
-def test_same_run_with_the_real_compiler(net, method, perturb, real_compiler):
+def test_same_run_with_the_real_compiler(net, method, perturb, real_compiler, convolutions_too):
     settings = PERTURB[perturb] | ({"structure": "rowwise"} if net is convolutions else {})
     compare(METHODS[method](scale=0.3, **settings), problem=problem_of(net))
