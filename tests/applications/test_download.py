@@ -126,7 +126,7 @@ def test_a_part_that_is_too_long_starts_over(tmp_path, server, mnist):
     assert_complete(tmp_path, mnist[0])
 
 
-@pytest.mark.parametrize("content", [gzip.compress(b"other"), b"<html>not found</html>"])
+@pytest.mark.parametrize("content", [gzip.compress(b"other", mtime=0), b"<html>not found</html>"], ids=["gzip", "html"])
 def test_another_content_gets_no_name(tmp_path, server, mnist, content):
     right, server.files[f"/{FIRST}"] = server.files[f"/{FIRST}"], content
     with pytest.raises(ValueError, match="was not written") as error:
