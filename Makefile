@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test docs ridge linear cleaning fewshot format clean
+.PHONY: demo test docs linear cleaning fewshot format clean
 
 demo: .venv/.demo  ## tune an MLP on scikit-learn's digits with three methods, against fixed hyperparameters
 	$(BIN)/python -m applications.digits
@@ -17,9 +17,6 @@ test: .venv/.test  ## lint, types, tests, doctests and docs
 
 docs: .venv/.test  ## the HTML pages in docs/_build/html
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -b html docs docs/_build/html
-
-ridge: .venv/.demo  ## ridge regression on the UCI sets in DATA (or scikit-learn's diabetes), against the closed-form optimum
-	$(BIN)/python -m applications.ridge $(if $(DATA),--data $(DATA))
 
 linear: .venv/.demo  ## the paper's linear models against their exact optimum; ARGS="--problem linear_network", for example
 	$(BIN)/python -m applications linear $(if $(DATA),--data $(DATA)) $(ARGS)

@@ -8,11 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import bilevel
 from applications import images, language, linear
-from applications.run import run
+from applications.run import choose_device, run
 from applications.task import SEARCHES, Task
 
 TASKS: dict[str, Task] = {task.name: task for task in (*images.TASKS, *language.TASKS)}
@@ -240,25 +238,6 @@ def run_task(options: argparse.Namespace) -> None:
     for part in ("valid", "test"):
         print(f"{part:5} " + "  ".join(f"{name} {value:.4f}" for name, value in summary[part].items()))
     print(f"{summary['epochs']} epochs in {summary['seconds']:.0f} s; see {out}")
-
-
-def choose_device(name: str) -> torch.device:
-    """The device of that name; ``auto`` takes an accelerator if there is one.
-
-    Returns:
-        A device that works.
-
-    Raises:
-        ValueError: If it does not.
-    """
-    if name == "auto":
-        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        return torch.device("cpu") if found is None else found
-    try:
-        return torch.zeros(1, device=name).device
-    except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:  # as torch happens to fail
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"--device {name} cannot be used: {reason}. Try --device cpu, or leave it out.") from None
 
 
 def read_init(text: str) -> tuple[str, float | list[float]]:

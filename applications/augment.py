@@ -18,36 +18,39 @@ import bilevel
 Strength = Tensor | float
 WARPS = ("translation", "scale", "rotation", "shear")
 NAMES = (*WARPS, "brightness", "contrast", "saturation", "hue", "noise", "holes", "length")
-"""What :func:`augment` looks for, in the order in which it is applied."""
+"""What :func:`augment` knows, in the order in which it is applied."""
 
 
-def augment(x: Tensor, hyper: Mapping[str, Tensor], *, fill: Strength = 0.0) -> Tensor:
+def augment(x: Tensor, strengths: Mapping[str, Strength], *, fill: Strength = 0.0) -> Tensor:
     """Apply those changes whose strengths are given, in the order of :data:`NAMES`.
 
     Args:
         x: Images.
-        hyper: Strengths by name; other names are ignored, so that all hyperparameters may be passed.
+        strengths: By name.
         fill: For :func:`cutout`.
 
     Returns:
         Images like ``x``.
 
     Raises:
-        ValueError: If only one of ``holes`` and ``length`` is given.
+        ValueError: If a name is not one of them, or only one of ``holes`` and ``length`` is given.
 
     Example:
         >>> augment(torch.ones(2, 3, 8, 8), {"hue": torch.tensor([0.0, 0.5]), "rotation": torch.tensor(45.0)}).shape
         torch.Size([2, 3, 8, 8])
     """
-    if ("holes" in hyper) != ("length" in hyper):
-        raise ValueError(f"hyper: cutout needs both 'holes' and 'length', got {', '.join(hyper)}.")
-    warps = {name: hyper[name] for name in WARPS if name in hyper}
+    unknown = [name for name in strengths if name not in NAMES]
+    if unknown:
+        raise ValueError(f"strengths: there is no augmentation {unknown[0]!r}, only {', '.join(NAMES)}.")
+    if ("holes" in strengths) != ("length" in strengths):
+        raise ValueError(f"strengths: cutout needs both 'holes' and 'length', got {', '.join(strengths)}.")
+    warps = {name: strengths[name] for name in WARPS if name in strengths}
     if warps:
         x = affine(x, **warps)
     for change in (brightness, contrast, saturation, hue, noise):
-        if change.__name__ in hyper:
-            x = change(x, hyper[change.__name__])
-    return cutout(x, hyper["holes"], hyper["length"], fill=fill) if "holes" in hyper else x
+        if change.__name__ in strengths:
+            x = change(x, strengths[change.__name__])
+    return cutout(x, strengths["holes"], strengths["length"], fill=fill) if "holes" in strengths else x
 
 
 def affine(

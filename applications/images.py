@@ -86,14 +86,8 @@ class ImageTask(Task):
         hyper = self._hyper(init, only_input=settings.only_input)
         (dataset,) = self.datasets
         images = datasets.synthetic_images(dataset) if data is None else datasets.images(dataset, data)
-        train, valid = datasets.split(
-            len(images.train_y), settings.valid_share, seed, None if folder is None else folder / "split.json"
-        )
-        train = (
-            train
-            if settings.limit is None
-            else train[torch.randperm(len(train), generator=_seeded(seed))][: settings.limit]
-        )
+        saved = None if folder is None else folder / "split.json"
+        train, valid = datasets.split(len(images.train_y), settings.valid_share, seed, saved, limit=settings.limit)
         mean, std = _moments(images.train_x[train])
         with torch.random.fork_rng([]):
             torch.manual_seed(seed)
@@ -154,7 +148,7 @@ def _loss(
     x, y = batch
     x = x.to(mean) / 255
     if training:
-        x = augment(x, hyper, fill=mean)
+        x = augment(x, {name: value for name, value in hyper.items() if name != "dropout"}, fill=mean)
     dropout = hyper["dropout"]
     dropout = F.pad(dropout, (0, rates - dropout.shape[-1]))  # if only that of the input is tuned
     logits = model((x - mean) / std, dropout)
@@ -169,10 +163,6 @@ def _moments(x: Tensor) -> tuple[Tensor, Tensor]:
     mean = weights @ values
     std = (weights @ values**2 - mean**2).sqrt()
     return mean.float().reshape(-1, 1, 1), std.float().reshape(-1, 1, 1)
-
-
-def _seeded(seed: int) -> torch.Generator:
-    return torch.Generator().manual_seed(seed)
 
 
 _MNIST = ImageSettings(epochs=300, width=1200, entropy=1e-3)

@@ -53,13 +53,14 @@ class Split:
         return len(self.train[1]) + len(self.valid[1]) < 1000
 
 
-def load(name: str, seed: int, folder: Path | None) -> Split:
+def load(name: str, seed: int, folder: Path | None, saved: Path | None = None) -> Split:
     """Read and split a data set.
 
     Args:
         name: Of a UCI set in the folder; ``diabetes`` comes with scikit-learn and needs none.
         seed: Of the split.
         folder: The data folder.
+        saved: File in which the split is kept, or from which it is read.
 
     Returns:
         The split, standardised; inputs that are constant in its training part are left out.
@@ -73,7 +74,7 @@ def load(name: str, seed: int, folder: Path | None) -> Split:
         raise ValueError(f"--sets {name} needs --data DIR with DIR/uci/{name}.npz; without it there is only diabetes.")
     else:
         inputs, targets = uci(name, folder)
-    train, valid = (rows.numpy() for rows in draw_split(len(targets), 0.2, seed))
+    train, valid = (rows.numpy() for rows in draw_split(len(targets), 0.2, seed, saved))
     # Rounding gives the standard deviation of a constant column a value just above zero.
     inputs = inputs[:, inputs[train].std(0) > 1e-12 * np.abs(inputs[train]).max(0)]
     inputs = (inputs - inputs[train].mean(0)) / inputs[train].std(0)

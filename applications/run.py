@@ -20,7 +20,6 @@ import torch
 import bilevel
 from applications.fixed import Fixed
 from applications.task import FIXED, SELF_TUNING, Experiment, Settings, Task
-from bilevel.checkpoint import load
 
 
 def run(
@@ -122,34 +121,31 @@ def leave(
 class Log:
     """A callback that writes ``environment.json`` in the first round, and ``history.csv`` with every validation pass.
 
-    So a run that does not come to its end has a history. It has the last row of each round; all of them, if there are
-    several outer steps in a round, are in the file of a run that ended.
+    So a run that does not come to its end has a history.
     """
 
     def __init__(self, out: Path, device: torch.device) -> None:
         """Write into ``out``."""
         self.out, self.device = out, device
-        self.history = bilevel.History()
         self.columns: list[str] = []
         self.written = 0
+        self.begun = False
 
     def __call__(self, event: bilevel.Round) -> None:
         """Note a round."""
-        if not self.history:
-            checkpoint = self.out / "checkpoint.pt"  # as the run found it
-            self.history.rows = load(checkpoint)["rows"] if checkpoint.exists() else []
+        if not self.begun:
             note_environment(self.out / "environment.json", self.device)
-        self.history.append(event.row)
+            self.begun = True
         if event.validation_loss is None:
             return
-        new = self.history.rows[self.written :]
+        new = event.history.rows[self.written :]
         if all(name in self.columns for row in new for name in row):
             with (self.out / "history.csv").open("a", newline="", encoding="utf-8") as file:
                 csv.DictWriter(file, self.columns, restval="", lineterminator="\n").writerows(new)
         else:
-            self.history.to_csv(self.out / "history.csv")
-            self.columns = self.history.columns
-        self.written = len(self.history)
+            event.history.to_csv(self.out / "history.csv")
+            self.columns = event.history.columns
+        self.written = len(event.history)
 
 
 def train(
@@ -284,7 +280,7 @@ def claim(out: Path, described: dict[str, Any]) -> None:
             f"--out {out} holds another run: {differs[0]} was {before.get(differs[0])}, now it is "
             f"{plain[differs[0]]}. Choose another folder, or remove it."
         )
-    elif plain["settings"]["epochs"] < min(before["settings"]["epochs"], made := epochs_made(out / "checkpoint.pt")):
+    elif plain["settings"]["epochs"] < min(before["settings"]["epochs"], made := epochs_made(out)):
         raise ValueError(
             f"--epochs {plain['settings']['epochs']}: the run in {out} has made {made} already. Ask for at least as "
             "many, or choose another folder."
@@ -292,9 +288,32 @@ def claim(out: Path, described: dict[str, Any]) -> None:
     write(path, plain)
 
 
-def epochs_made(checkpoint: Path) -> int:
-    """How many passes over the training data a run has made."""
-    return int(load(checkpoint)["feeds"]["train"]["passes"]) if checkpoint.exists() else 0
+def epochs_made(out: Path) -> int:
+    """How many passes over the training data a run has made: each is followed by a row with a validation loss."""
+    history = out / "history.csv"
+    if not (history.exists() and (out / "checkpoint.pt").exists()):
+        return 0
+    with history.open(newline="", encoding="utf-8") as file:
+        return sum(row["validation_loss"] != "" for row in csv.DictReader(file))
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of that name; ``auto`` takes an accelerator if there is one.
+
+    Returns:
+        A device that works.
+
+    Raises:
+        ValueError: If it does not.
+    """
+    if name == "auto":
+        found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        return torch.device("cpu") if found is None else found
+    try:
+        return torch.zeros(1, device=name).device
+    except (RuntimeError, AssertionError, ImportError, NotImplementedError) as error:  # as torch happens to fail
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"--device {name} cannot be used: {reason}. Try --device cpu, or leave it out.") from None
 
 
 def write(path: Path, content: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ import bilevel
 from applications.optima import Array, ClosedForm, Split
 
 CSV_POINTS = 50
+ENOUGH = 0.9
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,14 @@ class Panel:
         return float(self.space.natural(torch.tensor(value, dtype=torch.float64)))
 
     @property
+    def start(self) -> float:
+        """Where the runs begin, unconstrained."""
+        return float(self.unconstrained(self.space.init.double().numpy()))
+
+    @property
     def limit(self) -> float:
         """Where Δ-STN would end with exact expectations, unconstrained."""
-        return self.exact.limit(float(self.unconstrained(self.space.init.double().numpy())), self.scale)
+        return self.exact.limit(self.start, self.scale)
 
 
 def summary(panel: Panel) -> dict[str, Any]:
@@ -78,10 +84,10 @@ def summary(panel: Panel) -> dict[str, Any]:
 
     Returns:
         The optimum; and by method the hyperparameter at the end, the distance :math:`|\lambda - \lambda^*|` with its
-        deviation over the seeds, the farthest distance of all rounds, the excess loss relative to the optimum, and how
-        many runs diverged. None stands where there is no number.
+        deviation over the seeds, the farthest distance of all rounds, the excess loss relative to the optimum, the
+        share of the excess at the start that is gone, and how many runs diverged. None stands where there is no number.
     """
-    best = panel.exact.loss(panel.optimum)
+    best, first = (panel.exact.loss(value) for value in (panel.optimum, panel.start))
     methods: dict[str, Any] = {}
     for method in dict.fromkeys(run.method for run in panel.runs):
         runs = [run for run in panel.runs if run.method == method]
@@ -89,16 +95,19 @@ def summary(panel: Panel) -> dict[str, Any]:
         ends = panel.unconstrained(np.array([run.values[-1] for run in runs if not run.diverged]))
         distance = np.abs(ends - panel.optimum)
         there = len(ends) > 0
+        excess = np.array([panel.exact.loss(end) for end in ends]) - best
         methods[method] = {
             panel.hyper: panel.natural(float(ends.mean())) if there else None,
             "distance": float(distance.mean()) if there else None,
             "distance_std": float(distance.std(ddof=1)) if len(ends) > 1 else None,
             "farthest": float(far),
-            "excess_loss": float(np.mean([panel.exact.loss(end) for end in ends]) / best - 1) if there else None,
+            "excess_loss": float(excess.mean() / best) if there else None,
+            "closed": (1 - excess / (first - best)).tolist(),
             "diverged": len(runs) - len(ends),
             "runs": len(runs),
         }
     return {
+        "set": panel.split.name,
         "split": panel.split.seed,
         "optimum": panel.natural(panel.optimum),
         "start": float(panel.space.init),
@@ -115,17 +124,30 @@ def table(panel: Panel) -> str:
         f"{panel.hyper} {found['optimum']:.4g} (λ* = {panel.optimum:.2f}), start "
         f"{found['start']:.4g}; limit of delta_stn: |λ − λ*| = {found['limit_distance']:.2f}",
         f"  {'method':<14}{panel.hyper:>11}{'|λ − λ*| at the end':>22}{'farthest':>10}{'excess loss':>13}"
-        f"{'diverged':>10}",
+        f"{'closed':>9}{'diverged':>10}",
     ]
     for method, numbers in found["methods"].items():
-        cells, excess = f"{'-':>11}{'-':>22}", "-"
+        cells, excess, closed = f"{'-':>11}{'-':>22}", "-", "-"
         if numbers["distance"] is not None:
             spread = "" if numbers["distance_std"] is None else f" ± {numbers['distance_std']:.2f}"
             distance = f"{numbers['distance']:.2f}{spread}"
             cells = f"{numbers[panel.hyper]:>11.4g}{distance:>22}"
-            excess = f"{numbers['excess_loss']:.2%}"
+            excess, closed = f"{numbers['excess_loss']:.2%}", f"{np.mean(numbers['closed']):.1%}"
         diverged = f"{numbers['diverged']} of {numbers['runs']}"
-        lines.append(f"  {method:<14}{cells}{numbers['farthest']:>10.2f}{excess:>13}{diverged:>10}")
+        lines.append(f"  {method:<14}{cells}{numbers['farthest']:>10.2f}{excess:>13}{closed:>9}{diverged:>10}")
+    return "\n".join(lines)
+
+
+def score(panels: list[Panel]) -> str:
+    """How many runs of each method closed most of the excess validation loss that they started with."""
+    found = [summary(panel)["methods"] for panel in panels]
+    lines = []
+    for method in dict.fromkeys(name for methods in found for name in methods):
+        there = [methods[method] for methods in found if method in methods]
+        closed = [share for numbers in there for share in numbers["closed"]]
+        runs, diverged = (sum(numbers[key] for numbers in there) for key in ("runs", "diverged"))
+        enough = sum(share >= ENOUGH for share in closed)
+        lines.append(f"{method}: {enough} of {runs} runs closed {ENOUGH:.0%} of the excess loss, {diverged} diverged.")
     return "\n".join(lines)
 
 
@@ -150,7 +172,7 @@ def draw(panels: list[Panel], path: Path) -> None:
             axis.fill_between(steps, values.min(0), values.max(0), color=line.get_color(), alpha=0.15, linewidth=0)
         axis.axhline(panel.natural(panel.optimum), color="black", linestyle="--", linewidth=1, label="optimum")
         axis.axhline(panel.natural(panel.limit), color="grey", linestyle=":", linewidth=1, label="limit of delta_stn")
-        axis.set(title=panel.split.name, yscale="log", ylabel=panel.hyper)
+        axis.set(title=f"{panel.split.name}, split {panel.split.seed}", yscale="log", ylabel=panel.hyper)
     for axis in axes[-1]:
         axis.set_xlabel("round")
     for axis in axes.flat[len(panels) :]:
@@ -165,7 +187,7 @@ def write_csv(panels: list[Panel], path: Path) -> None:
     seeds = sorted({run.seed for panel in panels for run in panel.runs})
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["set", "method", "round", "optimum", *(f"seed {seed}" for seed in seeds)])
+        writer.writerow(["set", "split", "method", "round", "optimum", *(f"seed {seed}" for seed in seeds)])
         for panel in panels:
             optimum = f"{panel.natural(panel.optimum):.5g}"
             rounds = len(panel.runs[0].values)
@@ -174,4 +196,4 @@ def write_csv(panels: list[Panel], path: Path) -> None:
                 runs = [run for run in panel.runs if run.method == method]
                 for index in shown:
                     values = [f"{run.values[index]:.5g}" for run in runs]
-                    writer.writerow([panel.split.name, method, index + 1, optimum, *values])
+                    writer.writerow([panel.split.name, panel.split.seed, method, index + 1, optimum, *values])

@@ -100,7 +100,8 @@ class Round:
     Attributes:
         solver: The solver.
         index: Counted from 1.
-        row: The newest row of the history.
+        history: What happened until now, also before a run that goes on was stopped; change nothing in it.
+        row: Its newest row.
         outer: The last outer step; None in the warm-up.
         validation_loss: Of the full validation pass, if there was one.
         inner_aux: What the inner loss last returned beside its value.
@@ -108,6 +109,7 @@ class Round:
 
     solver: Solver
     index: int
+    history: History
     row: dict[str, float]
     outer: OuterStep | None
     validation_loss: float | None
@@ -411,6 +413,7 @@ class _Run:
         return Round(
             solver=self.solver,
             index=index,
+            history=self.history,
             row=row,
             outer=outer,
             validation_loss=row.get("validation_loss"),

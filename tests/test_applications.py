@@ -209,7 +209,7 @@ def test_help_is_for_newcomers(application, capsys):
     assert f"python -m {application.__name__}" in printed
 
 
-@pytest.mark.parametrize("name", ["cleaning", "digits", "fewshot", "ridge"])
+@pytest.mark.parametrize("name", ["cleaning", "digits", "fewshot"])
 def test_help(name, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", [name, "--help"])
     with pytest.raises(SystemExit) as stop:

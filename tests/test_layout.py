@@ -81,6 +81,21 @@ def test_everything_imported_into_the_package_is_public():
     assert names == set(bilevel.__all__)
 
 
+APPLICATIONS = Path(__file__).parents[1] / "applications"
+
+
+@pytest.mark.parametrize("path", sorted(APPLICATIONS.rglob("*.py")), ids=lambda path: path.name)
+def test_applications_use_public_names_only(path):
+    """``bilevel.name``, or an import from one of its public modules."""
+    tree = ast.parse(path.read_text())
+    for module in imports(tree):
+        if module.split(".")[0] == "bilevel":
+            assert [*module.split("."), "nn"][1] in bilevel.__all__, f"{path} imports {module}"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "bilevel":
+            assert node.attr in {*bilevel.__all__, "__version__"}, f"{path} uses bilevel.{node.attr}"
+
+
 def test_importing_needs_torch_numpy_and_tqdm_only():
     """No optional dependency is loaded; of third parties, only what those three load themselves."""
     script = """

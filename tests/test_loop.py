@@ -458,6 +458,19 @@ class TestCallbacks:
         )
         assert seen == [("inner", "outer")]
 
+    def test_a_callback_sees_the_whole_history(self, tmp_path):
+        """Of all outer steps of a round, and of the time before a run was stopped."""
+        seen = []
+
+        def note(event):
+            assert event.row == event.history.rows[-1]
+            seen.append([row["round"] for row in event.history.rows])
+
+        arguments = {"outer_steps": 2, "evaluate_every": 1, "checkpoint": tmp_path / "run.pt", "callbacks": [note]}
+        solve(steps=1, **arguments)
+        solve(steps=2, **arguments)
+        assert seen == [[1, 1], [1, 1, 2, 2]]
+
     def test_exceptions_of_a_callback_reach_the_user(self):
         def fail(event):
             raise RuntimeError("mine")

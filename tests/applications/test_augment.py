@@ -278,14 +278,14 @@ def test_the_order_is_the_documented_one(monkeypatch):
         record.__name__ = name
         monkeypatch.setattr(module, name, record)
     strengths = {name: torch.tensor(value) for name, value in reversed(ALL.items())}
-    augment(images(), strengths | {"dropout": torch.zeros(3)})
+    augment(images(), strengths)
     assert called == ["affine", "brightness", "contrast", "saturation", "hue", "noise", "cutout"]
     assert set(module.NAMES) == set(ALL)
 
 
 def test_nothing_is_done_without_strengths():
     x = images()
-    assert augment(x, {"dropout": torch.zeros(3)}) is x
+    assert augment(x, {}) is x
 
 
 @pytest.mark.parametrize("channels", [1, 3])
@@ -311,6 +311,7 @@ def test_values_stay_in_range_and_strengths_get_no_gradient(channels):
         (lambda: contrast(torch.zeros(3, 4, 4), 0.5), r"x must be float images.*\(3, 4, 4\)"),
         (lambda: saturation(torch.zeros(2, 4, 4, 4), 0.5), "x must have 3 channels.*got 4"),
         (lambda: hue(torch.zeros(2, 2, 4, 4), 0.5), "x must have 3 channels.*got 2"),
+        (lambda: augment(torch.zeros(2, 3, 4, 4), {"hew": 0.1}), "no augmentation 'hew', only translation.* hue"),
         (lambda: augment(torch.zeros(2, 3, 4, 4), {"holes": torch.tensor(1)}), "needs both 'holes' and 'length'"),
     ],
 )

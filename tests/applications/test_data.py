@@ -346,10 +346,40 @@ def test_a_split_is_saved_and_read_again(tmp_path):
     assert torch.equal(data.split(20, 0.25, 3, None)[1], valid)
     assert [entry.name for entry in path.parent.iterdir()] == ["split.json"]
     saved = json.loads(path.read_text())
-    assert saved == {"count": 20, "fraction": 0.25, "seed": 3, "valid": valid.tolist()}
+    assert saved == {
+        "count": 20,
+        "fraction": 0.25,
+        "seed": 3,
+        "limit": None,
+        "valid": valid.tolist(),
+        "train": None,
+    }
     other = train[:5].tolist()
     path.write_text(json.dumps(saved | {"valid": other}))
-    assert data.split(20, 0.25, 3, path)[1].tolist() == other
+    train, valid = data.split(20, 0.25, 3, path)
+    assert valid.tolist() == other
+    assert sorted([*train.tolist(), *other]) == list(range(20))
+
+
+@given(st.integers(2, 60), st.integers(1, 60), st.integers(0, 2**31))
+def test_a_limit_leaves_some_of_the_examples_for_training(tmp_path_factory, count, limit, seed):
+    """The same in every run, also if they are read from the file."""
+    path = tmp_path_factory.mktemp("runs") / "split.json"
+    train, valid = data.split(count, 0.5, seed)
+    fewer, same = data.split(count, 0.5, seed, path, limit=limit)
+    assert torch.equal(same, valid)
+    assert len(fewer) == min(limit, len(train))
+    assert set(fewer.tolist()) <= set(train.tolist())
+    for again in (data.split(count, 0.5, seed, path, limit=limit), data.split(count, 0.5, seed, limit=limit)):
+        assert torch.equal(again[0], fewer)
+        assert torch.equal(again[1], valid)
+    with pytest.raises(ValueError, match="holds the split for"):
+        data.split(count, 0.5, seed, path, limit=limit + 1)
+
+
+def test_a_limit_draws_at_random():
+    kept = torch.cat([data.split(50, 0.2, seed, limit=10)[0] for seed in range(400)])
+    torch.testing.assert_close(kept.bincount(minlength=50) / 400, torch.full((50,), 0.2), atol=0.08, rtol=0)
 
 
 def test_another_saved_split_is_an_error(tmp_path):
@@ -361,8 +391,16 @@ def test_another_saved_split_is_an_error(tmp_path):
     saved = json.loads(path.read_text())
     for rows in ([0, 1, 2, 3], [0, 1, 2, 3, 3], [0, 1, 2, 3, 20], [0, 1, 2, 3, -1], [0, 1, 2, 3, 4.0]):
         path.write_text(json.dumps(saved | {"valid": rows}))
-        with pytest.raises(ValueError, match="should hold 5 different indices"):
+        with pytest.raises(ValueError, match="should hold 15 indices for training and 5 others"):
             data.split(20, 0.25, 3, path)
+    path.unlink()
+    data.split(20, 0.25, 3, path, limit=4)
+    saved = json.loads(path.read_text())
+    inside = saved["valid"][0]
+    for rows in (saved["train"][:3], [*saved["train"][:3], inside], [*saved["train"][:3], 20]):
+        path.write_text(json.dumps(saved | {"train": rows}))
+        with pytest.raises(ValueError, match="should hold 4 indices for training and 5 others"):
+            data.split(20, 0.25, 3, path, limit=4)
     for content in ("", "[]", "{}", '{"count": 20'):
         path.write_text(content)
         with pytest.raises(ValueError, match="is not a saved split"):

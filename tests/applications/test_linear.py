@@ -323,13 +323,13 @@ def test_the_command_writes_a_table_values_and_a_figure(tmp_path, capsys):
     assert all(f"\n  {method} " in table for method in ("stn", "centered_stn", "delta_stn"))
     assert (tmp_path / "linear_input_dropout.png").stat().st_size > 10_000
     lines = (tmp_path / "linear_input_dropout.csv").read_text(encoding="utf-8").splitlines()
-    assert lines[0] == "set,method,round,optimum,seed 0,seed 1"
+    assert lines[0] == "set,split,method,round,optimum,seed 0,seed 1"
     assert len(lines) == 1 + 3 * 12
     first, last = (line.split(",") for line in (lines[1], lines[12]))
-    assert first[:3] == ["diabetes", "stn", "1"]
-    assert first[4:] == ["0.2", "0.2"]
-    assert last[2] == "12"
-    assert len({"0.2", *last[4:]}) == 3, "seeds differ"
+    assert first[:4] == ["diabetes", "1", "stn", "1"], "split 0 has no optimum inside"
+    assert first[5:] == ["0.2", "0.2"]
+    assert last[3] == "12"
+    assert len({"0.2", *last[5:]}) == 3, "seeds differ"
     stem = tmp_path / "linear_input_dropout"
     settings, environment, summary = (
         json.loads(Path(f"{stem}_{name}.json").read_text(encoding="utf-8"))
@@ -338,7 +338,7 @@ def test_the_command_writes_a_table_values_and_a_figure(tmp_path, capsys):
     assert (settings["problem"], settings["rounds"], settings["sets"]) == ("input_dropout", 12, ["diabetes"])
     assert environment["torch"] == torch.__version__
     assert summary["settings"] == settings
-    (found,) = summary["sets"].values()
+    (found,) = summary["splits"]
     assert f"optimal rate {found['optimum']:.4g} " in table
     for method, numbers in found["methods"].items():
         (line,) = (line.split() for line in table.splitlines() if line.startswith(f"  {method} "))
@@ -354,7 +354,7 @@ def test_decoupling_runs_the_centered_stn_with_both_objectives(tmp_path, capsys)
     table = (tmp_path / "linear_ridge_decouple.txt").read_text(encoding="utf-8")
     assert all(f"\n  {method} " in table for method in ("stn", "reparam_stn", "centered_stn"))
     _, first, *_ = (tmp_path / "linear_ridge_decouple.csv").read_text(encoding="utf-8").splitlines()
-    optimum, start = map(float, first.split(",")[3:])
+    optimum, start = map(float, first.split(",")[4:])
     assert start / optimum == pytest.approx(np.exp(2.0), rel=1e-3)
     assert linear.METHODS["reparam_stn"] == replace(linear.METHODS["centered_stn"], objective="stn")
 
@@ -378,8 +378,83 @@ def test_the_table_measures_in_the_unconstrained_space():
     text = trajectories.table(trajectories.Panel(split, exact, "penalty", space, best, 1.0, runs)).splitlines()
     assert text[2].split()[:6] == ["stn", f"{np.exp(best):.4g}", "1.00", "±", "0.00", "3.00"]
     excess = (exact.loss(best + 1) + exact.loss(best - 1)) / (2 * exact.loss(best)) - 1
-    assert text[2].split()[6:] == [f"{excess:.2%}", "0", "of", "2"]
-    assert text[3].split() == ["unrolled", "-", "-", "2.00", "-", "1", "of", "1"]
+    closed = 1 - excess * exact.loss(best) / (exact.loss(0.0) - exact.loss(best))
+    assert text[2].split()[6:] == [f"{excess:.2%}", f"{closed:.1%}", "0", "of", "2"]
+    assert text[3].split() == ["unrolled", "-", "-", "2.00", "-", "-", "1", "of", "1"]
+
+
+def test_the_score_counts_runs_that_closed_most_of_the_excess():
+    split = make_split(3)
+    exact = ClosedForm(split, "ridge")
+    best = exact.optimum()
+    space = bilevel.positive(float(np.exp(best + 3.0)))
+
+    def panel(*ends):
+        runs = [trajectories.Run("stn", seed, np.exp(np.array([best + 3.0, end]))) for seed, end in enumerate(ends)]
+        return trajectories.Panel(split, exact, "penalty", space, best, 1.0, runs)
+
+    panels = [panel(best, best + 3.0), panel(best + 0.01, np.nan), panel(best + 2.9)]
+    assert trajectories.summary(panels[0])["methods"]["stn"]["closed"] == pytest.approx([1.0, 0.0], abs=1e-6)
+    assert trajectories.score(panels) == "stn: 2 of 5 runs closed 90% of the excess loss, 1 diverged."
+
+
+def test_splits_are_run_in_turn_and_kept(tmp_path, capsys):
+    """Those without an optimum inside are named; a file that holds another split is used."""
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("sklearn")
+    seeds = range(12)
+    optima_inside = {
+        seed: (exact := ClosedForm(optima.load("diabetes", seed, None), "ridge")).is_inside(exact.optimum())
+        for seed in seeds
+    }
+    good = [seed for seed in seeds if optima_inside[seed]][:2]
+    bad = [seed for seed in seeds if not optima_inside[seed]][:1]
+    assert len(good) == 2
+    assert len(bad) == 1
+    command = ["linear", "--method", "implicit_cg", "--seeds", "1", "--rounds", "12", "--above", "3"]
+    command += ["--out", str(tmp_path), "--splits", *map(str, good + bad)]
+    main(command)
+    table = capsys.readouterr().out
+    assert f"Splits without an optimum inside: diabetes {bad[0]}." in table
+    assert [f"diabetes, split {seed}: " in table for seed in good + bad] == [True, True, False]
+    assert "implicit_cg: 0 of 2 runs closed 90% of the excess loss, 0 diverged." in table
+    first = tmp_path / f"split_diabetes_{good[0]}.json"
+    saved = json.loads(first.read_text(encoding="utf-8"))
+    assert saved["seed"] == good[0]
+    other = json.loads((tmp_path / f"split_diabetes_{good[1]}.json").read_text(encoding="utf-8"))
+    first.write_text(json.dumps(saved | {"valid": other["valid"]}), encoding="utf-8")
+    main(command)
+    again = capsys.readouterr().out
+    values = [line for line in again.splitlines() if "; optimal" in line]
+    assert len({line.split(": ", 1)[1] for line in values}) == 1, "both are the same split now"
+
+
+def test_no_split_with_an_optimum_inside_is_an_error(tmp_path):
+    pytest.importorskip("sklearn")
+    exact = {seed: ClosedForm(optima.load("diabetes", seed, None), "ridge") for seed in range(12)}
+    bad = next(seed for seed, form in exact.items() if not form.is_inside(form.optimum()))
+    with pytest.raises(SystemExit, match=f"the optimum is at the edge for diabetes {bad}"):
+        main(["linear", "--splits", str(bad), "--out", str(tmp_path)])
+
+
+def test_workers_change_nothing_but_the_speed(tmp_path):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("sklearn")
+    command = ["linear", "--methods", "delta_stn", "unrolled", "--seeds", "2", "--rounds", "12", "--quiet"]
+    for workers in ("1", "2"):
+        main([*command, "--workers", workers, "--out", str(tmp_path / workers)])
+    one, two = ((tmp_path / workers / "linear_ridge.csv").read_text(encoding="utf-8") for workers in ("1", "2"))
+    assert one == two
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("problem", ["ridge", "linear_network"])
+def test_a_gpu_gives_the_same_numbers(diabetes, problem):
+    cpu, gpu = (
+        linear.tune(diabetes, problem, "implicit_cg", undivided=False, rounds=12, seed=0, device=device).values
+        for device in ("cpu", "cuda")
+    )
+    np.testing.assert_allclose(cpu, gpu, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -387,6 +462,8 @@ def test_the_table_measures_in_the_unconstrained_space():
     [
         ({"seeds": 0}, "--seeds must be at least 1, got 0"),
         ({"rounds": -1}, "--rounds must be at least 1, got -1"),
+        ({"workers": 0}, "--workers must be at least 1, got 0"),
+        ({"device": "abacus"}, "--device abacus cannot be used"),
         ({"undivided": True, "problem": "input_dropout"}, "--undivided is for a penalty"),
         ({"decouple": True, "methods": ["stn"]}, "leave out --methods"),
         ({"methods": ["unrolled"], "problem": "input_dropout"}, "none can tune a dropout rate"),

@@ -185,7 +185,8 @@ def test_forward_mode_is_right_through_every_layer(tiny, training):
 
 def train_loss(model, hyper, batch):
     x, y = batch
-    return F.cross_entropy(model(augment(x, hyper), hyper["dropout"]), y, reduction="none")
+    strengths = {name: value for name, value in hyper.items() if name != "dropout"}
+    return F.cross_entropy(model(augment(x, strengths), hyper["dropout"]), y, reduction="none")
 
 
 def valid_loss(model, hyper, batch):
