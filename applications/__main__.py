@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -106,8 +108,6 @@ def add_linear(commands: Any) -> None:
 
 def add_compare(commands: Any) -> None:
     """The command that puts runs side by side."""
-    from applications.compare import compare
-
     this = commands.add_parser(
         "compare",
         help="put runs side by side, and the paper's numbers",
@@ -115,7 +115,7 @@ def add_compare(commands: Any) -> None:
         "weights, averaged over seeds, in the layout of the paper's table, with the paper's numbers below. Runs of a "
         "task whose settings differ have rows of their own. Runs that are not finished are named and left out.",
     )
-    this.set_defaults(command=lambda options: print(compare(options.path, out=options.out, figure=options.figure)))
+    this.set_defaults(command=compare_runs)
     this.add_argument("path", nargs="+", type=Path, help="folder of a run, or a folder that holds some at any depth")
     this.add_argument(
         "--out", type=Path, metavar="FILE", help="write the tables there too, with a .csv file and a figure beside"
@@ -124,8 +124,22 @@ def add_compare(commands: Any) -> None:
         "--figure",
         type=Path,
         metavar="FILE",
-        help="draw the best loss so far over epochs and over time there (default: beside --out)",
+        help="draw the best loss so far over epochs and over time there (default: beside --out, or comparison.png in "
+        "the folder of the runs)",
     )
+
+
+def compare_runs(options: argparse.Namespace) -> None:
+    """Print the tables and draw the figure."""
+    from applications.compare import compare
+
+    figure, optional = options.figure, options.figure is None and options.out is None
+    if optional and importlib.util.find_spec("matplotlib") is not None:
+        folders = [path.parent if path.is_file() else path for path in options.path]
+        figure = Path(os.path.commonpath([folder.resolve() for folder in folders])) / "comparison.png"
+    print(compare(options.path, out=options.out, figure=figure))
+    if optional and figure is not None:
+        print(f"\nsee {figure}")
 
 
 def add_study(commands: Any) -> None:
@@ -235,6 +249,8 @@ def run_task(options: argparse.Namespace) -> None:
         raise ValueError(f"--{next(iter(searching))} is for searches, --method {options.method} is none.")
     else:
         summary = run(task, options.method, settings, **arguments, init=init)
+    if summary["stopped"] == "interrupted":
+        raise KeyboardInterrupt
     for part in ("valid", "test"):
         print(f"{part:5} " + "  ".join(f"{name} {value:.4f}" for name, value in summary[part].items()))
     print(f"{summary['epochs']} epochs in {summary['seconds']:.0f} s; see {out}")

@@ -9,7 +9,7 @@ both together (noisy+valid), and, as an upper bound, on the training examples wi
 wrong labels too: where they give them a low probability (AUC), where they predict another one (F1).
 
     python -m applications.cleaning                   # scikit-learn's digits; or: make cleaning
-    python -m applications.cleaning --data DIR        # MNIST or FashionMNIST: DIR/train-images-idx3-ubyte.gz, ...
+    python -m applications.cleaning --data DIR        # MNIST: DIR/mnist/train-images-idx3-ubyte.gz, ...
 
 Two kinds of methods do not fit, and can be tried with --methods. Those that learn a response (stn, centered_stn,
 delta_stn) see the weight of each example only through the noise of all others. And unrolled_forward pushes one tangent
@@ -19,7 +19,6 @@ for each example through every step.
 from __future__ import annotations
 
 import argparse
-import gzip
 import math
 import time
 from collections.abc import Mapping
@@ -33,8 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import bilevel
+from applications import data as datasets
 from applications import sklearn_datasets
-from applications.data.formats import idx
 
 METHODS = ("implicit_cg", "implicit_neumann", "implicit_nystrom", "unrolled", "unrolled_truncated")
 INNER_STEPS = 20  # in a round; the unrolled methods make as many in their outer step
@@ -93,8 +92,8 @@ def load(folder: Path | None, seed: int, train: int, valid: int, noise: float) -
     if folder is None:
         images, labels = sklearn_datasets().load_digits(return_X_y=True)
     else:
-        files = [(folder / f"train-{part}-ubyte.gz", int(part[-1])) for part in ("images-idx3", "labels-idx1")]
-        images, labels = (idx(gzip.decompress(path.read_bytes()), dimensions, path) for path, dimensions in files)
+        mnist = datasets.images("mnist", folder)
+        images, labels = mnist.train_x.numpy(), mnist.train_y.numpy()
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randperm(len(labels), generator=generator)[: train + valid + 10_000].numpy()
     x = torch.tensor(images[rows].reshape(len(rows), -1) / images.max(), dtype=torch.float32)
@@ -109,7 +108,7 @@ def load(folder: Path | None, seed: int, train: int, valid: int, noise: float) -
 def network(data: Data, seed: int) -> nn.Sequential:
     """An MLP with one hidden layer, the same for all methods."""
     with torch.random.fork_rng():
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         return nn.Sequential(nn.Linear(data.train[0].shape[1], 32), nn.ReLU(), nn.Linear(32, 10))
 
 
@@ -241,7 +240,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Run every method and baseline, print the table, save the figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=bilevel.METHODS, metavar="NAME", help="to run")
-    parser.add_argument("--data", type=Path, help="folder with MNIST's files (default: scikit-learn's digits)")
+    parser.add_argument("--data", type=Path, help="folder of the datasets, for MNIST (default: scikit-learn's digits)")
     parser.add_argument("--train", type=int, default=700, help="training examples (default: 700)")
     parser.add_argument("--valid", type=int, default=100, help="validation examples (default: 100)")
     parser.add_argument("--noise", type=float, default=0.4, help="share of wrong training labels (default: 0.4)")

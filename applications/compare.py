@@ -213,7 +213,8 @@ def differences(table: Table) -> list[str]:
                     lines.append(f"warning: {row}, {method}: seed {seed} twice: {seeds[seed]}, {result.folder}")
                 seeds.setdefault(seed, result.folder)
                 stands[result.folder] += 1
-                if result.summary["stopped"] not in ("epochs", "trials"):
+                # A callback is a rule of the task, such as that of the language models for the learning rate.
+                if result.summary["stopped"] not in ("epochs", "trials", "callback"):
                     epochs = result.summary["epochs"]
                     lines.append(
                         f"note: {result.folder} was stopped ({result.summary['stopped']}) after {epochs} epochs"

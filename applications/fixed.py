@@ -54,7 +54,8 @@ class FixedResponse(bilevel.BestResponse):
         """
         if self.noise:
             # Of a hyperparameter that all examples share, the loss gets the first row.
-            hyper = hyper + self.noise * torch.randn(self.problem.examples(batch) or 1, len(hyper)).to(hyper)
+            shape = (self.problem.examples(batch) or 1, len(hyper))
+            hyper = hyper + self.noise * torch.randn(shape, dtype=hyper.dtype, device=hyper.device)
         yield self.problem.inner_loss(self.inner.model(self.inner.params(), update_buffers=True), hyper, batch)
 
     def forward(self, hyper: Tensor, train_batch: Any = None, center: Tensor | None = None) -> bilevel.Model:

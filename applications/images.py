@@ -21,7 +21,7 @@ import bilevel
 from applications import data as datasets
 from applications.augment import augment
 from applications.models import MLP, VGG16, AlexNet, ResNet18, SimpleCNN
-from applications.task import Batches, Experiment, Settings, Task, initial, option
+from applications.task import Batches, Experiment, Settings, Task, initial, option, starting
 
 AUGMENTATIONS: Mapping[str, tuple[float, float]] = {
     "translation": (0.0, 0.5),
@@ -46,11 +46,11 @@ class ImageSettings(Settings):
     width: float = option(
         1.0, "units of a hidden layer (mnist), or factor for the channels of the paper's network", above=0
     )
-    momentum: float = option(0.9, "of the inner optimizer", least=0)
+    momentum: float = option(0.9, "of the inner optimizer", least=0, below=1)
     decay_after: int | None = option(
-        None, "epochs after which the learning rate drops to a fifth; none keeps it", least=1
+        None, "epochs after each of which the learning rate drops to a fifth; none keeps it", least=1
     )
-    valid_share: float = option(0.15, "share of the training images held out for validation", above=0)
+    valid_share: float = option(0.15, "share of the training images held out for validation", above=0, below=1)
     only_input: bool = option(False, "tune no dropout but that of the input; the others are off")
 
 
@@ -90,7 +90,7 @@ class ImageTask(Task):
         train, valid = datasets.split(len(images.train_y), settings.valid_share, seed, saved, limit=settings.limit)
         mean, std = _moments(images.train_x[train])
         with torch.random.fork_rng([]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             net = self._network(settings.width).to(device)
         loss = partial(_loss, mean.to(device), std.to(device), self._rates)
         problem = bilevel.Problem(
@@ -127,10 +127,10 @@ class ImageTask(Task):
             raise ValueError(f"--init {unknown[0]}: {self.name} has no such hyperparameter, but {', '.join(known)}.")
         count = 1 if only_input else self._rates
         rates = torch.as_tensor(initial(init, "dropout", 0.05, count), dtype=torch.float64).expand(count)
-        hyper = {"dropout": bilevel.interval(*DROPOUT, init=rates)}
+        hyper = {"dropout": starting("dropout", bilevel.interval, *DROPOUT, init=rates)}
         for name, (low, high) in self._ranges.items():
             kind = bilevel.integer if name == "holes" else bilevel.interval
-            hyper[name] = kind(low, high, init=initial(init, name, START.get(name, 0.05)))
+            hyper[name] = starting(name, kind, low, high, init=initial(init, name, START.get(name, 0.05)))
         return hyper
 
 
@@ -191,7 +191,7 @@ TASKS = (
         "mnist",
         "MLP on MNIST, 3 dropout rates",
         "mnist",
-        lambda width: MLP(width=int(width)),
+        lambda width: MLP(width=max(1, round(width))),
         3,
         {},
         {
@@ -203,7 +203,7 @@ TASKS = (
         "fashion",
         "SimpleCNN on FashionMNIST, 6 hyperparameters with Cutout",
         "fashion_mnist",
-        lambda width: SimpleCNN(channels=(round(16 * width), round(32 * width))),
+        lambda width: SimpleCNN(channels=(max(1, round(16 * width)), max(1, round(32 * width)))),
         4,
         CUTOUT,
         _presets(dataclasses.replace(_MNIST, width=1.0), width=0.5),

@@ -33,7 +33,7 @@ from torch import Tensor
 import bilevel
 from applications import data as datasets
 from applications.language_model import PADDING, RATES, LanguageModel, Memory, Reading, Streams
-from applications.task import Experiment, Settings, Task, initial, option
+from applications.task import Experiment, Settings, Task, initial, option, starting
 
 SHARED = ("drop_connect", "ar", "tar")
 RANGES = dict.fromkeys(RATES, (0.0, 0.95)) | dict.fromkeys(("ar", "tar"), (0.0, 4.0))
@@ -99,7 +99,7 @@ class LanguageTask(Task):
         hyper = self._hyper(init)
         text = datasets.synthetic_text() if data is None else datasets.text(self.name, data)
         with torch.random.fork_rng([]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             net = LanguageModel(words=len(text.vocabulary), width=settings.width, layers=settings.layers).to(device)
         problem = bilevel.Problem(net, inner_loss=training_loss, outer_loss=validation_loss, hyper=hyper)
         end, response_rate = text.vocabulary.index("<eos>"), settings.response_learning_rate
@@ -137,7 +137,7 @@ class LanguageTask(Task):
         if unknown:
             raise ValueError(f"--init {unknown[0]}: {self.name} has no such hyperparameter, but {', '.join(RANGES)}.")
         return {
-            name: bilevel.interval(low, high, init=initial(init, name, START), shared=name in SHARED)
+            name: starting(name, bilevel.interval, low, high, init=initial(init, name, START), shared=name in SHARED)
             for name, (low, high) in RANGES.items()
         }
 

@@ -192,7 +192,7 @@ def first_inside(name: str, folder: Path | None, problem: str, *, undivided: boo
         exact = ClosedForm(split, problem, undivided=undivided)
         if exact.is_inside(exact.optimum()):
             return split
-    raise ValueError(f"--sets {name}: no split from 0 to 99 has an optimum inside; choose a split with --split.")
+    raise ValueError(f"--sets {name}: no split from 0 to 99 has an optimum inside: choose another set.")
 
 
 def _odds(hyper: Array) -> Array:

@@ -8,6 +8,8 @@ import json
 import math
 import os
 import platform
+import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -61,6 +63,7 @@ def run(
 
     Raises:
         DivergenceError: If the training diverged; the folder holds what it had until then.
+        KeyboardInterrupt: If the user stopped it before the first validation pass; later, it ends as usual.
     """
     device = torch.device("cpu") if device is None else device
     described = describe(task, method, settings, data=data, seed=seed, init=init or {})
@@ -72,6 +75,7 @@ def run(
     claim(out, described)
     experiment = task.build(settings, data=data, folder=out, seed=seed, device=device, init=init or {})
     epochs = settings.inner_steps / len(experiment.train)
+    prolong(out, described, epochs)
     try:
         solution = train(
             experiment,
@@ -90,6 +94,8 @@ def run(
             at = error.solution.best.round * epochs
             print(f"warning: the run diverged; {out} holds what it had, best.pt is of epoch {at:.2f}.", flush=True)
         raise
+    if solution.stopped == "interrupted" and solution.best is None:
+        raise KeyboardInterrupt
     return leave(out, described, experiment, solution, epochs, plots=plots)
 
 
@@ -261,40 +267,46 @@ def finished(out: Path, described: Mapping[str, Any], files: Iterable[str]) -> d
 
 
 def claim(out: Path, described: dict[str, Any]) -> None:
-    """Take a folder for a run, unless it holds another one.
+    """Take a folder for a run, unless it holds another one; one with other epochs is the same.
 
     Raises:
-        ValueError: If it does, or if the run has made more epochs already.
+        ValueError: If it does.
     """
     out.mkdir(parents=True, exist_ok=True)
     path = out / "settings.json"
     plain = json.loads(json.dumps(described))
-    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else plain
-    # More epochs prolong a run.
+    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     differs = [key for key in plain if _without_epochs(before.get(key)) != _without_epochs(plain[key])]
     if {entry.name for entry in out.iterdir()} <= {"settings.json", "split.json"}:
-        if differs:  # a run ended with an error before it began; the split of the same run may be in use
+        if before and differs:  # a run ended with an error before it began; the split of the same run may be in use
             (out / "split.json").unlink(missing_ok=True)
+        write(path, plain)
     elif differs:
         raise ValueError(
             f"--out {out} holds another run: {differs[0]} was {before.get(differs[0])}, now it is "
             f"{plain[differs[0]]}. Choose another folder, or remove it."
         )
-    elif plain["settings"]["epochs"] < min(before["settings"]["epochs"], made := epochs_made(out)):
+
+
+def prolong(out: Path, described: dict[str, Any], epochs_per_round: float) -> None:
+    """Note how many epochs a run shall make in all.
+
+    Raises:
+        ValueError: If it has made more.
+    """
+    path, history = out / "settings.json", out / "history.csv"
+    asked, before = described["settings"]["epochs"], json.loads(path.read_text(encoding="utf-8"))["settings"]["epochs"]
+    made = 0
+    if history.exists() and (out / "checkpoint.pt").exists():
+        with history.open(newline="", encoding="utf-8") as file:
+            *_, last = csv.DictReader(file)
+        made = int(float(last["round"]) * epochs_per_round)
+    if asked < min(before, made):
         raise ValueError(
-            f"--epochs {plain['settings']['epochs']}: the run in {out} has made {made} already. Ask for at least as "
-            "many, or choose another folder."
+            f"--epochs {asked}: the run in {out} has made {made} already. Ask for at least as many, or choose another "
+            "folder."
         )
-    write(path, plain)
-
-
-def epochs_made(out: Path) -> int:
-    """How many passes over the training data a run has made: each is followed by a row with a validation loss."""
-    history = out / "history.csv"
-    if not (history.exists() and (out / "checkpoint.pt").exists()):
-        return 0
-    with history.open(newline="", encoding="utf-8") as file:
-        return sum(row["validation_loss"] != "" for row in csv.DictReader(file))
+    write(path, described)
 
 
 def choose_device(name: str) -> torch.device:
@@ -328,7 +340,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     accelerator = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "command": " ".join(["python -m applications", *sys.argv[1:]]),
+        "command": without_passwords(f"python -m applications {shlex.join(sys.argv[1:])}"),
         "bilevel": bilevel.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -336,6 +348,11 @@ def environment(device: torch.device) -> dict[str, Any]:
         "device": accelerator or device.type,
         "threads": torch.get_num_threads(),
     }
+
+
+def without_passwords(text: str) -> str:
+    """Hide what stands between user and host in the URL of a database."""
+    return re.sub(r"(://[^:/@\s]*):[^@\s]+@", r"\1:***@", text)
 
 
 def note_environment(path: Path, device: torch.device) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import bilevel
-from applications.run import claim, describe, measure, note_environment, train, write
+from applications.run import claim, describe, measure, note_environment, train, without_passwords, write
 from applications.suggest import (
     PRUNERS,
     Axis,
@@ -91,6 +91,9 @@ def search(
 
     Returns:
         The summary.
+
+    Raises:
+        KeyboardInterrupt: If the user stopped it before the first validation pass; later, it ends as usual.
     """
     pruner = pruner or ("none" if method in ("gp", "cmaes") else "median")
     check_options(method, trials, seconds, pruner)
@@ -151,6 +154,8 @@ def search(
         except KeyboardInterrupt:
             stopped = "interrupted"
     stopped = stopped or ("time" if left() <= 0 and not full() else "trials")
+    if stopped == "interrupted" and not any(trial.passes for trial in read(study)):
+        raise KeyboardInterrupt
     while True:
         known = read(study)
         summary = described | finish(known, build_in_folder, out=out) | {"stopped": stopped}
@@ -178,7 +183,7 @@ def open_study(storage: str, **options: Any) -> optuna.Study:
         except (SQLAlchemyError, StorageInternalError) as error:
             # Two processes that create the tables of a new database at once are in each other's way, but once only.
             if not pauses or isinstance(error, ArgumentError):
-                raise ValueError(f"--storage {storage} cannot be opened: {error}") from error
+                raise ValueError(without_passwords(f"--storage {storage} cannot be opened: {error}")) from None
             time.sleep(pauses.pop(0))
 
 
@@ -201,13 +206,13 @@ def run_trial(
         TrialPruned: If the pruner stopped it, or the training diverged before a validation pass.
         KeyboardInterrupt: If the user stopped it; what it has counts.
     """
-    date, clock = time.time(), time.perf_counter()
     for name, axis in space.items():
         if isinstance(axis, IntDistribution):
             trial.suggest_int(name, axis.low, axis.high)
         else:
             trial.suggest_float(name, axis.low, axis.high)
     experiment = build(natural(trial.params))
+    date, clock = time.time(), time.perf_counter()  # reading the data costs no other method anything
     answers: list[bool] = []
 
     def report(event: bilevel.Round) -> bool | None:
@@ -223,12 +228,13 @@ def run_trial(
             "fixed",
             settings,
             seed=seed,
-            seconds=None if left == math.inf else max(left - (time.perf_counter() - clock), 1e-3),
+            seconds=None if left == math.inf else max(left, 1e-3),
             callbacks=[report],
             progress=False,
         )
     except bilevel.DivergenceError as error:
         if error.solution is None or error.solution.best is None:
+            trial.set_user_attr("record", {"date": date, "seconds": time.perf_counter() - clock, "passes": []})
             raise optuna.TrialPruned from error
         solution = error.solution
     epochs = settings.inner_steps / len(experiment.train)
@@ -260,9 +266,14 @@ def finish(trials: Sequence[Trial], build: Callable[[Mapping[str, Any]], Experim
     Raises:
         ValueError: If no trial came as far as a validation pass, or the weights of the best one are not in the folder.
     """
-    if not trials:
-        raise ValueError("the search ended before its first validation pass: give it more time (--seconds).")
     rows = history(trials)
+    if not rows:
+        diverged = sum(trial.state == "pruned" for trial in trials)
+        raise ValueError(
+            f"all {diverged} trials diverged before their first validation pass: lower --learning-rate."
+            if diverged
+            else "the search ended before its first validation pass: give it more time (--seconds)."
+        )
     best = min(rows, key=lambda row: row["validation_loss"])
     write_csv(out / "history.csv", rows)
     write_csv(out / "trials.csv", [summary_of(trial) for trial in trials])

@@ -19,13 +19,15 @@ SEARCHES = ("grid_search", "random_search", "tpe", "gp", "cmaes")
 Loss = Callable[[bilevel.Model, Mapping[str, Tensor], Any], tuple[Tensor, dict[str, Tensor]]]
 
 
-def option(default: Any, help: str, *, least: float | None = None, above: float | None = None) -> Any:
+def option(
+    default: Any, help: str, *, least: float | None = None, above: float | None = None, below: float | None = None
+) -> Any:
     """A setting with a line of help for the command line, and a bound if it has one.
 
     Returns:
         A field of a dataclass.
     """
-    return field(default=default, metadata={"help": help, "least": least, "above": above})
+    return field(default=default, metadata={"help": help, "least": least, "above": above, "below": below})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,13 +51,15 @@ class Settings:
         """Raise a ValueError for a number that is out of bounds."""
         for entry in fields(self):
             value, flag = asdict(self)[entry.name], f"--{entry.name.replace('_', '-')}"
-            least, above = entry.metadata.get("least"), entry.metadata.get("above")
+            least, above, below = (entry.metadata.get(bound) for bound in ("least", "above", "below"))
             if value is None:
                 continue
             if least is not None and not value >= least:
                 raise ValueError(f"{flag} must be at least {least}, got {value}.")
             if above is not None and not value > above:
                 raise ValueError(f"{flag} must be above {above}, got {value}.")
+            if below is not None and not value < below:
+                raise ValueError(f"{flag} must be below {below}, got {value}.")
 
 
 def initial(init: Mapping[str, Any], name: str, default: float, count: int = 1) -> Any:
@@ -73,6 +77,21 @@ def initial(init: Mapping[str, Any], name: str, default: float, count: int = 1) 
         wanted = "one number" if count == 1 else f"one number or {count}"
         raise ValueError(f"--init {name} takes {wanted}, got {given}: {value}.")
     return value
+
+
+def starting(name: str, kind: Callable[..., bilevel.Hyper], *arguments: Any, **options: Any) -> bilevel.Hyper:
+    """Make a hyperparameter; what is wrong with its initial value is wrong with ``--init``.
+
+    Returns:
+        ``kind(*arguments, **options)``.
+
+    Raises:
+        ValueError: If that does.
+    """
+    try:
+        return kind(*arguments, **options)
+    except ValueError as error:
+        raise ValueError(f"--init {name}: {error}") from None
 
 
 class Loader(Protocol):

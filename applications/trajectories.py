@@ -40,7 +40,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Panel:
-    """All runs on one data set.
+    """All runs on one split.
 
     Attributes:
         split: The data.
@@ -80,29 +80,35 @@ class Panel:
 
 
 def summary(panel: Panel) -> dict[str, Any]:
-    r"""What the methods came to on a set.
+    r"""What the methods came to on a split.
 
     Returns:
         The optimum; and by method the hyperparameter at the end, the distance :math:`|\lambda - \lambda^*|` with its
         deviation over the seeds, the farthest distance of all rounds, the excess loss relative to the optimum, the
-        share of the excess at the start that is gone, and how many runs diverged. None stands where there is no number.
+        share of the excess at the start that is gone (by seed), and how many runs diverged. None stands where there is
+        no number.
     """
     best, first = (panel.exact.loss(value) for value in (panel.optimum, panel.start))
     methods: dict[str, Any] = {}
+
+    def closed(run: Run) -> float:
+        (end,) = panel.unconstrained(run.values[-1:])
+        return 1 - (panel.exact.loss(end) - best) / (first - best)
+
     for method in dict.fromkeys(run.method for run in panel.runs):
         runs = [run for run in panel.runs if run.method == method]
-        far = max(np.nanmax(np.abs(panel.unconstrained(run.values) - panel.optimum)) for run in runs)
+        away = np.abs(panel.unconstrained(np.stack([run.values for run in runs])) - panel.optimum)
         ends = panel.unconstrained(np.array([run.values[-1] for run in runs if not run.diverged]))
         distance = np.abs(ends - panel.optimum)
         there = len(ends) > 0
-        excess = np.array([panel.exact.loss(end) for end in ends]) - best
+        losses = [panel.exact.loss(end) for end in ends]
         methods[method] = {
             panel.hyper: panel.natural(float(ends.mean())) if there else None,
             "distance": float(distance.mean()) if there else None,
             "distance_std": float(distance.std(ddof=1)) if len(ends) > 1 else None,
-            "farthest": float(far),
-            "excess_loss": float(excess.mean() / best) if there else None,
-            "closed": (1 - excess / (first - best)).tolist(),
+            "farthest": None if np.isnan(away).all() else float(np.nanmax(away)),
+            "excess_loss": float(np.mean(losses) / best - 1) if there else None,
+            "closed": [None if run.diverged else closed(run) for run in runs],
             "diverged": len(runs) - len(ends),
             "runs": len(runs),
         }
@@ -117,7 +123,7 @@ def summary(panel: Panel) -> dict[str, Any]:
 
 
 def table(panel: Panel) -> str:
-    """The runs of a set against its optimum, by method."""
+    """The runs on a split against its optimum, by method."""
     rows, found = panel.split.train[0].shape, summary(panel)
     lines = [
         f"{panel.split.name}, split {panel.split.seed}: {rows[0]} training examples, {rows[1]} features; optimal "
@@ -132,9 +138,11 @@ def table(panel: Panel) -> str:
             spread = "" if numbers["distance_std"] is None else f" ± {numbers['distance_std']:.2f}"
             distance = f"{numbers['distance']:.2f}{spread}"
             cells = f"{numbers[panel.hyper]:>11.4g}{distance:>22}"
-            excess, closed = f"{numbers['excess_loss']:.2%}", f"{np.mean(numbers['closed']):.1%}"
+            shares = [share for share in numbers["closed"] if share is not None]
+            excess, closed = f"{numbers['excess_loss']:.2%}", f"{np.mean(shares):.1%}"
+        farthest = "-" if numbers["farthest"] is None else f"{numbers['farthest']:.2f}"
         diverged = f"{numbers['diverged']} of {numbers['runs']}"
-        lines.append(f"  {method:<14}{cells}{numbers['farthest']:>10.2f}{excess:>13}{closed:>9}{diverged:>10}")
+        lines.append(f"  {method:<14}{cells}{farthest:>10}{excess:>13}{closed:>9}{diverged:>10}")
     return "\n".join(lines)
 
 
@@ -144,15 +152,18 @@ def score(panels: list[Panel]) -> str:
     lines = []
     for method in dict.fromkeys(name for methods in found for name in methods):
         there = [methods[method] for methods in found if method in methods]
-        closed = [share for numbers in there for share in numbers["closed"]]
         runs, diverged = (sum(numbers[key] for numbers in there) for key in ("runs", "diverged"))
-        enough = sum(share >= ENOUGH for share in closed)
-        lines.append(f"{method}: {enough} of {runs} runs closed {ENOUGH:.0%} of the excess loss, {diverged} diverged.")
+        enough = sum(share is not None and share >= ENOUGH for numbers in there for share in numbers["closed"])
+        ending = f"closed at least {ENOUGH:.0%} of the excess loss, {diverged} diverged."
+        lines.append(f"{method}: {enough} of {runs} runs {ending}")
     return "\n".join(lines)
 
 
 def draw(panels: list[Panel], path: Path) -> None:
-    """Save the hyperparameter by round: the mean over the seeds in λ, a band from the lowest to the highest."""
+    """Save the hyperparameter by round: the mean over the seeds in λ, a band from the lowest to the highest.
+
+    Of runs that diverge, the rounds before.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -166,10 +177,12 @@ def draw(panels: list[Panel], path: Path) -> None:
     for axis, panel in zip(axes.flat, panels, strict=False):
         for method in dict.fromkeys(run.method for run in panel.runs):
             values = np.stack([run.values for run in panel.runs if run.method == method])
+            values = values[:, ~np.isnan(values).all(0)]
             steps = np.arange(1, values.shape[1] + 1)
-            middle = np.exp(np.log(values).mean(0))
+            middle = [panel.natural(value) for value in np.nanmean(panel.unconstrained(values), 0)]
             (line,) = axis.plot(steps, middle, label=method, linewidth=1.3)
-            axis.fill_between(steps, values.min(0), values.max(0), color=line.get_color(), alpha=0.15, linewidth=0)
+            lowest, highest = np.nanmin(values, 0), np.nanmax(values, 0)
+            axis.fill_between(steps, lowest, highest, color=line.get_color(), alpha=0.15, linewidth=0)
         axis.axhline(panel.natural(panel.optimum), color="black", linestyle="--", linewidth=1, label="optimum")
         axis.axhline(panel.natural(panel.limit), color="grey", linestyle=":", linewidth=1, label="limit of delta_stn")
         axis.set(title=f"{panel.split.name}, split {panel.split.seed}", yscale="log", ylabel=panel.hyper)

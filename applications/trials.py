@@ -25,7 +25,7 @@ class Trial:
         state: ``complete``, ``pruned``, or ``fail`` if the user stopped it.
         params: Natural values by name of the entry, such as ``dropout[0]``.
         interval: When it began and ended, in seconds of the clock of the machine.
-        passes: Epoch, seconds since the beginning, and loss of every validation pass.
+        passes: Epoch, seconds since the beginning, and loss of every validation pass; none if it diverged before.
     """
 
     number: int
@@ -36,11 +36,11 @@ class Trial:
 
 
 def read(study: optuna.Study) -> list[Trial]:
-    """The trials of a study that came as far as a validation pass."""
+    """The trials of a study that have ended."""
     found = []
     for trial in study.get_trials(deepcopy=False):
         record = trial.user_attrs.get("record")
-        if record is not None and record["passes"]:
+        if record is not None:
             interval = (record["date"], record["date"] + record["seconds"])
             passes = [(epoch, seconds, loss) for epoch, seconds, loss in record["passes"]]
             found.append(Trial(trial.number, trial.state.name.lower(), dict(trial.params), interval, passes))
@@ -83,8 +83,8 @@ def history(trials: Sequence[Trial]) -> list[dict[str, Any]]:
 
 def summary_of(trial: Trial) -> dict[str, Any]:
     """A row of ``trials.csv``."""
-    epoch, _, _ = trial.passes[-1]
-    best = min(loss for _, _, loss in trial.passes)
+    epoch = trial.passes[-1][0] if trial.passes else 0.0
+    best = min((loss for _, _, loss in trial.passes), default=None)
     start, end = trial.interval
     row = {"trial": trial.number, "state": trial.state, "validation_loss": best, "epochs": round(epoch, 2)}
     return {**row, "seconds": round(end - start, 2), **trial.params}

@@ -100,7 +100,8 @@ class Round:
     Attributes:
         solver: The solver.
         index: Counted from 1.
-        history: What happened until now, also before a run that goes on was stopped; change nothing in it.
+        history: What happened until now, also before a run that goes on was stopped. It grows with the run; change
+            nothing in it.
         row: Its newest row.
         outer: The last outer step; None in the warm-up.
         validation_loss: Of the full validation pass, if there was one.

@@ -1,6 +1,5 @@
 """The applications: tiny runs of the examples, and the facts that they are there to show."""
 
-import gzip
 import importlib
 from functools import partial
 from itertools import islice
@@ -10,6 +9,8 @@ import torch
 
 import bilevel
 from applications import cleaning, fewshot
+from applications import data as datasets
+from applications.data.sets import Images
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +53,10 @@ def test_detection():
     assert cleaning.detection(trust, trust < 0.15, corrupted) == pytest.approx((3.5 / 4, 2 / 3))
 
 
-def test_mnist_files_are_read(tmp_path):
-    """Written here in the official format: magic number, shape, bytes."""
-    images = torch.arange(40 * 28 * 28).reshape(40, 28, 28).to(torch.uint8)
-    for part, values in (("images-idx3", images), ("labels-idx1", torch.arange(40).to(torch.uint8) % 10)):
-        shape = b"".join(size.to_bytes(4, "big") for size in values.shape)
-        head = bytes([0, 0, 8, values.ndim]) + shape
-        (tmp_path / f"train-{part}-ubyte.gz").write_bytes(gzip.compress(head + values.numpy().tobytes()))
+def test_mnist_can_be_cleaned(tmp_path, monkeypatch):
+    images, labels = torch.arange(40 * 28 * 28).reshape(40, 1, 28, 28).to(torch.uint8), torch.arange(40) % 10
+    mnist = Images(images, labels, images[:5], labels[:5])
+    monkeypatch.setattr(datasets, "images", lambda name, root: {("mnist", tmp_path): mnist}[name, root])
     data = cleaning.load(tmp_path, seed=0, train=20, valid=10, noise=0.0)
     assert data.train[0].shape == (20, 784)
     assert len(data.valid[1]) == len(data.test[1]) == 10

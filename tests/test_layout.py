@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -86,14 +87,20 @@ APPLICATIONS = Path(__file__).parents[1] / "applications"
 
 @pytest.mark.parametrize("path", sorted(APPLICATIONS.rglob("*.py")), ids=lambda path: path.name)
 def test_applications_use_public_names_only(path):
-    """``bilevel.name``, or an import from one of its public modules."""
-    tree = ast.parse(path.read_text())
-    for module in imports(tree):
-        if module.split(".")[0] == "bilevel":
-            assert [*module.split("."), "nn"][1] in bilevel.__all__, f"{path} imports {module}"
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "bilevel":
-            assert node.attr in {*bilevel.__all__, "__version__"}, f"{path} uses bilevel.{node.attr}"
+    """``bilevel.name``, or an import from one of its public modules; nothing with an underscore."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "bilevel":
+            names = [*str(node.module).split("."), *(alias.name for alias in node.names)]
+        elif isinstance(node, ast.Import):
+            names = next((alias.name.split(".") for alias in node.names if alias.name.startswith("bilevel.")), [])
+        elif isinstance(node, ast.Attribute):
+            names = re.findall(r"^\w+(?:\.\w+)+$", ast.unparse(node))
+            names = names[0].split(".") if names else []
+        else:
+            continue
+        if names[:1] == ["bilevel"] and names != ["bilevel", "__version__"]:
+            assert names[1] in bilevel.__all__, f"{path} uses {'.'.join(names)}"
+            assert not any(name.startswith("_") for name in names), f"{path} uses {'.'.join(names)}"
 
 
 def test_importing_needs_torch_numpy_and_tqdm_only():

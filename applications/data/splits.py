@@ -37,18 +37,20 @@ def split(
     held_out = round(count * valid)
     if not 0 < held_out < count:
         raise ValueError(f"{count} examples with valid={valid} leave no example for one of the parts.")
+    if limit is not None and limit < 1:
+        raise ValueError(f"limit must be at least 1 or None, got {limit}.")
     wanted = {"count": count, "fraction": valid, "seed": seed, "limit": limit}
     if path is not None and path.exists():
         return read(path, wanted, (count - held_out if limit is None else min(limit, count - held_out), held_out))
     chosen = torch.zeros(count, dtype=torch.bool)
     chosen[torch.randperm(count, generator=_seeded(seed))[:held_out]] = True
-    train, rows = (~chosen).nonzero().flatten(), chosen.nonzero().flatten()
+    train, held = (~chosen).nonzero().flatten(), chosen.nonzero().flatten()
     if limit is not None:
         train = train[torch.randperm(len(train), generator=_seeded(seed))][:limit]
     if path is not None:
         # Without a limit, all that are not for validation are for training.
-        save(path, {**wanted, "valid": rows.tolist(), "train": None if limit is None else train.tolist()})
-    return train, rows
+        save(path, {**wanted, "valid": held.tolist(), "train": None if limit is None else train.tolist()})
+    return train, held
 
 
 def read(path: Path, wanted: dict[str, Any], sizes: tuple[int, int]) -> tuple[Tensor, Tensor]:
@@ -64,8 +66,8 @@ def read(path: Path, wanted: dict[str, Any], sizes: tuple[int, int]) -> tuple[Te
     try:
         saved = json.loads(path.read_bytes())
         found = {key: saved[key] for key in wanted}
-        valid = saved["valid"]
-        train = sorted({*range(count)} - {*valid}) if saved["train"] is None else saved["train"]
+        valid, train = saved["valid"], saved["train"]
+        train = sorted({*range(count)} - {*valid}) if train is None else train
         whole = all(type(row) is int and 0 <= row < count for row in (*train, *valid))
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is not a saved split ({error!r}); delete it to draw the split again.") from error

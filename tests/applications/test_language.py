@@ -311,9 +311,10 @@ def test_every_method_trains(method, tmp_path):
     assert moved == ([] if method in FIXED else list(RANGES))
 
 
-def test_an_epoch_of_wikitext2(tmp_path):
+@pytest.mark.parametrize("method", [*SELF_TUNING, *FIXED])
+def test_an_epoch_of_wikitext2(method, tmp_path):
     settings = dataclasses.replace(SMALL, epochs=1, warmup=0, limit=1000)
-    summary = run(TASKS[1], "delta_stn", settings, out=tmp_path, data=None, progress=False, plots=False)
+    summary = run(TASKS[1], method, settings, out=tmp_path, data=None, progress=False, plots=False)
     assert (summary["task"], summary["epochs"]) == ("wikitext2", 1)
     assert 1 < summary["test"]["perplexity"] < 1000
 

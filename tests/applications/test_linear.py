@@ -2,6 +2,7 @@
 
 import argparse
 import json
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -14,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bilevel
-from applications import linear, optima, trajectories
+from applications import linear, linear_model, optima, trajectories
 from applications.__main__ import main
 from applications.optima import ClosedForm, Split
 
@@ -165,7 +166,7 @@ def test_uci_files_are_read_without_their_constant_columns(tmp_path):
 
 def evaluate(split, problem, weights, hyper, undivided=False):
     """The inner loss of the application on the whole training set, for a network whose layers multiply to weights."""
-    stated = linear.make_problem(split, problem, undivided=undivided, seed=0)
+    stated = linear_model.make_problem(split, problem, undivided=undivided, seed=0)
     product_of_hidden = torch.eye(len(weights), dtype=torch.float64)
     params = dict(stated.params)
     for name, value in params.items():
@@ -200,15 +201,15 @@ def test_the_dropout_loss_is_that_of_some_masks():
 def test_the_start_is_that_of_the_paper(diabetes, problem):
     large = replace(diabetes, valid=(np.zeros((1000, 10)), np.zeros(1000)))
     for split, penalty in ((diabetes, 1.0), (large, 50.0)):
-        (hyper,) = linear.hyperparameter(split, problem, undivided=False).values()
+        (hyper,) = linear_model.hyperparameter(split, problem, undivided=False).values()
         assert float(hyper.init) == pytest.approx(0.2 if problem == "input_dropout" else penalty)
 
 
 def test_the_linear_network_has_five_hidden_layers(diabetes):
-    params = linear.make_problem(diabetes, "linear_network", undivided=False, seed=0).params
+    params = linear_model.make_problem(diabetes, "linear_network", undivided=False, seed=0).params
     assert [tuple(value.shape) for value in params.values()] == 5 * [(10, 10)] + [(1, 10)]
-    assert linear.make_problem(diabetes, "ridge", undivided=False, seed=0).params.keys() == {"output.weight"}
-    others = linear.make_problem(diabetes, "linear_network", undivided=False, seed=1).params
+    assert linear_model.make_problem(diabetes, "ridge", undivided=False, seed=0).params.keys() == {"output.weight"}
+    others = linear_model.make_problem(diabetes, "linear_network", undivided=False, seed=1).params
     assert not torch.equal(params["hidden.0.weight"], others["hidden.0.weight"])
 
 
@@ -361,7 +362,7 @@ def test_decoupling_runs_the_centered_stn_with_both_objectives(tmp_path, capsys)
 
 @pytest.mark.parametrize(("problem", "undivided"), CASES)
 def test_runs_may_start_above_the_optimum(diabetes, problem, undivided):
-    (hyper,) = linear.hyperparameter(diabetes, problem, undivided=undivided, start=-1.5).values()
+    (hyper,) = linear_model.hyperparameter(diabetes, problem, undivided=undivided, start=-1.5).values()
     assert float(hyper.unconstrained(hyper.init.double())) == pytest.approx(-1.5, abs=1e-6)
 
 
@@ -395,7 +396,7 @@ def test_the_score_counts_runs_that_closed_most_of_the_excess():
 
     panels = [panel(best, best + 3.0), panel(best + 0.01, np.nan), panel(best + 2.9)]
     assert trajectories.summary(panels[0])["methods"]["stn"]["closed"] == pytest.approx([1.0, 0.0], abs=1e-6)
-    assert trajectories.score(panels) == "stn: 2 of 5 runs closed 90% of the excess loss, 1 diverged."
+    assert trajectories.score(panels) == "stn: 2 of 5 runs closed at least 90% of the excess loss, 1 diverged."
 
 
 def test_splits_are_run_in_turn_and_kept(tmp_path, capsys):
@@ -414,10 +415,13 @@ def test_splits_are_run_in_turn_and_kept(tmp_path, capsys):
     command = ["linear", "--method", "implicit_cg", "--seeds", "1", "--rounds", "12", "--above", "3"]
     command += ["--out", str(tmp_path), "--splits", *map(str, good + bad)]
     main(command)
-    table = capsys.readouterr().out
+    table = (tmp_path / "linear_ridge.txt").read_text(encoding="utf-8")
+    printed = capsys.readouterr().out
+    assert all(line in printed for line in table.splitlines())
+    assert table.startswith("ridge: 12 rounds, 1 seeds, from λ* + 3\n")
     assert f"Splits without an optimum inside: diabetes {bad[0]}." in table
     assert [f"diabetes, split {seed}: " in table for seed in good + bad] == [True, True, False]
-    assert "implicit_cg: 0 of 2 runs closed 90% of the excess loss, 0 diverged." in table
+    assert "implicit_cg: 0 of 2 runs closed at least 90% of the excess loss, 0 diverged." in table
     first = tmp_path / f"split_diabetes_{good[0]}.json"
     saved = json.loads(first.read_text(encoding="utf-8"))
     assert saved["seed"] == good[0]
@@ -437,14 +441,44 @@ def test_no_split_with_an_optimum_inside_is_an_error(tmp_path):
         main(["linear", "--splits", str(bad), "--out", str(tmp_path)])
 
 
-def test_workers_change_nothing_but_the_speed(tmp_path):
+def test_workers_change_nothing_but_the_speed(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     pytest.importorskip("sklearn")
     command = ["linear", "--methods", "delta_stn", "unrolled", "--seeds", "2", "--rounds", "12", "--quiet"]
-    for workers in ("1", "2"):
-        main([*command, "--workers", workers, "--out", str(tmp_path / workers)])
+    main([*command, "--out", str(tmp_path / "1")])
+    pools = []
+
+    def pool(workers, **options):
+        pools.append(workers)
+        return ProcessPoolExecutor(workers, **options)
+
+    monkeypatch.setattr(linear, "ProcessPoolExecutor", pool)
+    main([*command, "--workers", "2", "--out", str(tmp_path / "2")])
     one, two = ((tmp_path / workers / "linear_ridge.csv").read_text(encoding="utf-8") for workers in ("1", "2"))
     assert one == two
+    assert pools == [2]
+
+
+def test_the_device_and_the_threads_are_those_of_the_runs(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("sklearn")
+    devices, threads = [], torch.get_num_threads()
+
+    def tune(*args, device, **kwargs):
+        devices.append((device, torch.get_num_threads()))
+        return real(*args, device="cpu", **kwargs)
+
+    real = linear.tune
+    monkeypatch.setattr(linear, "tune", tune)
+    monkeypatch.setattr(linear, "choose_device", lambda name: {"auto": torch.device("meta")}[name])
+    torch.set_num_threads(2)
+    try:
+        main(["linear", "--method", "stn", "--seeds", "1", "--rounds", "2", "--device", "auto", "--out", str(tmp_path)])
+    finally:
+        torch.set_num_threads(threads)
+    assert devices == [("meta", 1)]
+    environment = json.loads((tmp_path / "linear_ridge_environment.json").read_text(encoding="utf-8"))
+    assert (environment["device"], environment["threads"]) == ("meta", 1)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -464,6 +498,8 @@ def test_a_gpu_gives_the_same_numbers(diabetes, problem):
         ({"rounds": -1}, "--rounds must be at least 1, got -1"),
         ({"workers": 0}, "--workers must be at least 1, got 0"),
         ({"device": "abacus"}, "--device abacus cannot be used"),
+        ({"above": 0.0}, "--above must be a distance from the optimum other than 0, got 0.0"),
+        ({"above": float("inf")}, "--above must be a distance.*got inf"),
         ({"undivided": True, "problem": "input_dropout"}, "--undivided is for a penalty"),
         ({"decouple": True, "methods": ["stn"]}, "leave out --methods"),
         ({"methods": ["unrolled"], "problem": "input_dropout"}, "none can tune a dropout rate"),

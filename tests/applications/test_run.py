@@ -13,6 +13,7 @@ import torch
 import bilevel
 from applications import __main__ as cli
 from applications import data, images
+from applications import run as running
 from applications.fixed import Fixed
 from applications.run import claim, run, train
 from applications.tables import read_csv
@@ -242,6 +243,16 @@ def test_an_unfinished_run_has_the_history_of_its_validation_passes(method, tmp_
         assert {**row, "seconds": ""} == {**expected, "seconds": ""}
 
 
+def test_an_unfinished_run_has_all_outer_steps_in_its_history(tmp_path):
+    def kill(event):
+        if event.index == 4:
+            raise SystemError
+
+    with pytest.raises(SystemError):
+        tiny_run("mnist", "stn", tmp_path, callbacks=[kill], epochs=3, outer_steps=2)
+    assert [int(row["round"]) for row in read_csv(tmp_path / "history.csv")] == [1, 1, 2, 2, 3, 3, 4, 4]
+
+
 def test_a_start_that_fails_in_the_solver_does_not_hold_its_folder(tmp_path):
     with pytest.raises(ValueError, match="time_budget"):
         tiny_run("mnist", "fixed", tmp_path, seconds=-1.0)
@@ -262,7 +273,7 @@ def test_the_split_of_the_same_run_stays(tmp_path):
 
 def test_the_environment_keeps_the_beginning(tmp_path, monkeypatch):
     for index, epochs in enumerate((1, 2, 2, 3)):
-        monkeypatch.setattr("sys.argv", ["", f"call {index}"])
+        monkeypatch.setattr("sys.argv", ["", "call", str(index)])
         tiny_run("mnist", "fixed", tmp_path, epochs=epochs)
     found = json.loads((tmp_path / "environment.json").read_text())
     assert found["command"] == "python -m applications call 0"
@@ -276,6 +287,15 @@ def test_fewer_epochs_than_were_made_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"--epochs 2: the run in .* has made 3 already"):
         tiny_run("mnist", "fixed", tmp_path, epochs=2)
     assert (tmp_path / "settings.json").read_bytes() == before
+    (tmp_path / "checkpoint.pt").unlink()  # then there is nothing to go on from
+    assert tiny_run("mnist", "fixed", tmp_path, epochs=2)["epochs"] == 2
+
+
+def test_epochs_are_counted_in_long_rounds_too(tmp_path):
+    """Rounds of two epochs and a half are followed by one validation pass each."""
+    assert tiny_run("mnist", "fixed", tmp_path, inner_steps=5, epochs=9)["epochs"] == 10
+    with pytest.raises(ValueError, match=r"--epochs 6: the run in .* has made 10 already"):
+        tiny_run("mnist", "fixed", tmp_path, inner_steps=5, epochs=6)
 
 
 def test_a_round_may_be_longer_than_the_run(tmp_path):
@@ -332,13 +352,18 @@ def test_the_command_line(tmp_path, capsys):
         (["--init", "dropout"], "--init takes NAME=NUMBER or NAME=NUMBER,NUMBER,..., got 'dropout'"),
         (["--init", "dropout=a"], "got 'dropout=a'"),
         (["--init", "holes=1"], "--init holes: mnist has no such hyperparameter, but dropout"),
-        (["--init", "dropout=0.95"], "interval: init must be a finite number in (0, 0.95), the ends excluded"),
+        (
+            ["--init", "dropout=0.95"],
+            "--init dropout: interval: init must be a finite number in (0, 0.95), the ends excluded",
+        ),
         (["--trials", "3"], "--trials is for searches, --method delta_stn is none"),
         (["--method", "tpe", "--init", "dropout=0.1"], "--init: tpe chooses all values itself"),
         (["--data", "nowhere"], "nowhere"),
         (["--init", "dropout=0.1,0.2"], "--init dropout takes one number or 3, got 2: [0.1, 0.2]"),
         (["--batch-size", "0"], "--batch-size must be at least 1, got 0"),
         (["--inner-steps", "0"], "--inner-steps must be at least 1, got 0"),
+        (["--momentum", "1"], "--momentum must be below 1, got 1.0"),
+        (["--valid-share", "1.5"], "--valid-share must be below 1, got 1.5"),
         (["--limit", "0"], "--limit must be at least 1, got 0"),
         (["--learning-rate", "-1"], "--learning-rate must be above 0, got -1.0"),
         (["--learning-rate", "nan"], "--learning-rate must be above 0, got nan"),
@@ -376,7 +401,7 @@ def test_a_download_without_a_network_ends_with_one_line(tmp_path, monkeypatch):
 @pytest.mark.parametrize("preset", ["paper", "quick"])
 def test_an_stn_takes_the_preset_that_it_has(preset, words, entropy, tmp_path, monkeypatch, capsys):
     made = []
-    summary = {"valid": {}, "test": {}, "epochs": 0, "seconds": 0.0}
+    summary = {"stopped": "epochs", "valid": {}, "test": {}, "epochs": 0, "seconds": 0.0}
     monkeypatch.setattr(cli, "run", lambda task, method, settings, **options: made.append(settings) or summary)
     command("vgg16", f"--preset={preset}", "--out", tmp_path, *words)
     command("vgg16", f"--preset={preset}", "--out", tmp_path, "--entropy=0.5", *words)
@@ -388,8 +413,55 @@ def test_an_stn_takes_the_preset_that_it_has(preset, words, entropy, tmp_path, m
     assert made[-1] == TASKS["mnist"].presets[preset]
 
 
+@pytest.mark.parametrize("at", [1, 3])
+def test_ctrl_c_tells_how_to_go_on(at, tmp_path, monkeypatch):
+    """Before the first validation pass, and after it."""
+    real = running.train
+
+    def interrupted(*args, callbacks, **kwargs):
+        def press(event):
+            if event.index == at:
+                raise KeyboardInterrupt
+
+        return real(*args, callbacks=[*callbacks, press], **kwargs)
+
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in {**TINY, "width": 8, "epochs": 3}.items()]
+    words += ["--method", "fixed", "--out", tmp_path, "--quiet"]
+    with monkeypatch.context() as patch, pytest.raises(SystemExit, match="interrupted; the same command goes on"):
+        patch.setattr(running, "train", interrupted)
+        command("mnist", *words)
+    pytest.importorskip("matplotlib")
+    command("mnist", *words)
+    assert json.loads((tmp_path / "summary.json").read_text())["epochs"] == 3
+
+
+def test_a_comparison_draws_a_figure_beside_the_runs(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    for method in ("fixed", "stn"):
+        tiny_run("mnist", method, tmp_path / "runs" / method)
+    command("compare", tmp_path / "runs" / "fixed", tmp_path / "runs" / "stn" / "summary.json")
+    figure = tmp_path / "runs" / "comparison.png"
+    assert figure.stat().st_size > 10_000
+    assert f"see {figure}" in capsys.readouterr().out
+    figure.unlink()
+    command("compare", tmp_path / "runs", "--out", tmp_path / "table.md")
+    assert not figure.exists()
+    assert (tmp_path / "table.png").exists()
+
+
+@pytest.mark.parametrize("url", ["postgresql://me:SECRET@host/db", "mysql+pymysql://:SECRET@host:99/db?a=b"])
+def test_passwords_are_not_written_down(url, tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["x", "mnist", "--storage", url, "--out", "a folder"])
+    found = running.environment(torch.device("cpu"))["command"]
+    assert "SECRET" not in found
+    assert found.endswith("--out 'a folder'")
+    assert running.without_passwords("sqlite:///runs/study.db and postgresql://host/db") == (
+        "sqlite:///runs/study.db and postgresql://host/db"
+    )
+
+
 def test_help_of_every_command(capsys):
-    for words in ([], ["mnist"], ["compare"], ["study"], ["study", "initial"]):
+    for words in ([], ["mnist"], ["linear"], ["compare"], ["study"], ["study", "initial"]):
         with pytest.raises(SystemExit) as caught:
             command(*words, "--help")
         assert caught.value.code == 0

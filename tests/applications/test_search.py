@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bilevel
-from applications import images
+from applications import data, images, language
 from applications.tables import read_csv
 from applications.task import SEARCHES, Batches, Experiment, Settings, Task
 
@@ -323,6 +325,62 @@ def test_a_trial_that_diverges_is_not_the_end(tmp_path):
     assert summary["trials"] == 3
     assert summary["epochs"] < 300
     assert math.isfinite(summary["valid"]["loss"])
+
+
+def test_the_time_of_a_trial_that_diverges_at_once_counts(tmp_path, monkeypatch):
+    """The first has no validation pass, the others have three."""
+    real, made = module.train, []
+
+    def train(*args, **kwargs):
+        made.append(time.perf_counter())
+        if len(made) == 1:
+            while time.perf_counter() < made[0] + 0.2:
+                pass
+            raise bilevel.DivergenceError("at once")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(module, "train", train)
+    summary = find(tmp_path, trials=3)
+    first, *others = read_csv(tmp_path / "trials.csv")
+    assert (first["state"], first["validation_loss"], float(first["epochs"])) == ("pruned", "", 0.0)
+    assert 0.2 <= float(first["seconds"]) <= summary["seconds"] + 0.05
+    assert len(others) == 2
+    assert summary["epochs"] == 6
+    assert all(int(row["trial"]) > 0 and float(row["seconds"]) > 0.19 for row in read_csv(tmp_path / "history.csv"))
+
+
+def test_trials_that_all_diverge_ask_for_smaller_steps(tmp_path, monkeypatch):
+    def train(*args, **kwargs):
+        raise bilevel.DivergenceError("at once")
+
+    monkeypatch.setattr(module, "train", train)
+    with pytest.raises(ValueError, match="all 3 trials diverged before their first validation pass: lower --learning"):
+        find(tmp_path, trials=3)
+
+
+def test_an_interrupt_before_the_first_validation_pass_is_one(tmp_path, monkeypatch):
+    def train(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "train", train)
+    with pytest.raises(KeyboardInterrupt):
+        find(tmp_path, trials=3)
+
+
+@pytest.mark.parametrize("method", SEARCHES)
+@pytest.mark.parametrize("task", [*images.TASKS, *language.TASKS], ids=lambda task: task.name)
+def test_one_short_trial_of_every_task_with_every_search(task, method, tmp_path, monkeypatch):
+    monkeypatch.setattr(data, "synthetic_images", partial(data.synthetic_images, train=40, test=10))
+    if method in module.NEEDS:
+        pytest.importorskip(module.NEEDS[method])
+    quick = task.presets["quick"]
+    width = {"mnist": 8, "ptb": 4, "wikitext2": 4}.get(task.name, 0.02)
+    changes = {"epochs": 1, "batch_size": 8, "limit": 100 if task in language.TASKS else 16, "width": width}
+    settings = dataclasses.replace(quick, **changes)
+    monkeypatch.setattr(module, "grid_points", lambda space, trials: {name: [axis.low] for name, axis in space.items()})
+    summary = search(task, method, settings, out=tmp_path, data=None, trials=1, progress=False, plots=False)
+    assert (summary["stopped"], summary["trials"], len(summary["best_hyper"])) == ("trials", 1, len(summary["hyper"]))
+    assert math.isfinite(summary["test"]["loss"])
 
 
 @pytest.mark.parametrize(
