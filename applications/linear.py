@@ -21,7 +21,7 @@ import math
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -67,13 +67,14 @@ def tune(
     seed: int,
     start: float | None = None,
     batch_size: int | None = None,
+    learning_rates: Sequence[float] | None = None,
     device: str = "cpu",
 ) -> Run:
     """Tune the hyperparameter of one split with one of ``METHODS``; arguments as in :func:`hyperparameter`."""
     torch.set_num_threads(1)  # here, too, since it may be the process of a pool
     stated = make_problem(split, problem, undivided=undivided, seed=seed, start=start, device=device)
     (name,) = stated.space.hyper
-    inner_lr, response_lr = LEARNING_RATES[problem]
+    inner_lr, response_lr = learning_rates or LEARNING_RATES[problem]
     train, valid = ([torch.from_numpy(part).to(device) for part in parts] for parts in (split.train, split.valid))
     # The Hessian of ten examples is not that of the training loss, so that implicit methods see all of them.
     size = len(train[0]) if method == "implicit_cg" else batch_size or (10 if split.small else 100)
@@ -113,7 +114,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, help="folder with uci/NAME.npz; without it, scikit-learn's diabetes set")
     parser.add_argument("--sets", nargs="+", help=f"names of the sets (default: {' '.join(SETS)})")
     parser.add_argument(
-        "--methods", "--method", nargs="+", choices=METHODS, help=f"what tunes (default: {' '.join(COMPARED)})"
+        "--methods",
+        "--method",
+        nargs="+",
+        choices=METHODS,
+        metavar="NAME",
+        help=f"what tunes, of {' '.join(METHODS)} (default: {' '.join(COMPARED)})",
     )
     parser.add_argument("--seeds", type=int, default=5, help="runs of each method on each split (default: %(default)s)")
     parser.add_argument(
@@ -125,6 +131,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rounds", type=int, default=1000, help="of 10 inner steps (default: %(default)s)")
     parser.add_argument("--batch-size", type=int, help="training examples in a batch (default: 10 or 100, see above)")
+    parser.add_argument(
+        "--learning-rates",
+        nargs=2,
+        type=float,
+        metavar=("WEIGHTS", "RESPONSE"),
+        help="of SGD (default: "
+        + "; ".join(f"{weights} {response} for {name}" for name, (weights, response) in LEARNING_RATES.items())
+        + ")",
+    )
     parser.add_argument("--above", type=float, help="start so far above the optimum λ* (default: as in the paper)")
     parser.add_argument("--undivided", action="store_true", help="do not divide the penalty by n")
     parser.add_argument("--decouple", action="store_true", help=f"run {' '.join(DECOUPLED)} (fig:decouple)")
@@ -142,6 +157,9 @@ def check_options(options: argparse.Namespace) -> None:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}.")
+    for rate in options.learning_rates or ():
+        if not (math.isfinite(rate) and rate > 0):
+            raise ValueError(f"--learning-rates must be positive numbers, got {rate}.")
     if options.undivided and options.problem == "input_dropout":
         raise ValueError("--undivided is for a penalty; --problem input_dropout has none.")
     if options.decouple and options.methods:
@@ -165,6 +183,8 @@ def main(options: argparse.Namespace) -> None:
     text = [f"{options.problem}{', undivided' * options.undivided}: {options.rounds} rounds, {options.seeds} seeds"]
     if options.batch_size is not None:
         text[0] += f", batches of {options.batch_size}"
+    if options.learning_rates is not None:
+        text[0] += f", learning rates {' and '.join(map(str, options.learning_rates))}"
     if options.above is not None:
         text[0] += f", from λ* + {options.above:g}"
     if len(fitting) < len(methods):
@@ -246,6 +266,7 @@ def make_panels(
             rounds=options.rounds,
             start=start,
             batch_size=options.batch_size,
+            learning_rates=options.learning_rates,
             device=device,
         )
         runs: list[Callable[[], Run]] = [

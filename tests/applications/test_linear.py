@@ -213,6 +213,17 @@ def test_the_linear_network_has_five_hidden_layers(diabetes):
     assert not torch.equal(params["hidden.0.weight"], others["hidden.0.weight"])
 
 
+def test_learning_rates_are_those_of_the_weights_and_of_their_response(diabetes, monkeypatch):
+    calls = []
+    monkeypatch.setattr(bilevel, "solve", lambda *args, **kwargs: calls.append(kwargs) or 1 / 0)
+    for rates in (None, [0.3, 0.7]):
+        with pytest.raises(ZeroDivisionError):
+            linear.tune(diabetes, "ridge", "stn", undivided=False, rounds=20, seed=3, learning_rates=rates)
+    weight = [torch.zeros(1, requires_grad=True)]
+    found = [[kwargs[f"{name}_optimizer"](weight).defaults["lr"] for name in ("inner", "response")] for kwargs in calls]
+    assert found == [[0.05, 0.02], [0.3, 0.7]]
+
+
 @pytest.mark.parametrize(("method", "small", "large"), [("stn", 10, 100), ("implicit_cg", 354, 354)])
 def test_batches_are_those_of_the_paper(diabetes, monkeypatch, method, small, large):
     """Except for the implicit method, which sees the whole training set."""
@@ -413,12 +424,13 @@ def test_splits_are_run_in_turn_and_kept(tmp_path, capsys):
     assert len(good) == 2
     assert len(bad) == 1
     command = ["linear", "--method", "implicit_cg", "--seeds", "1", "--rounds", "12", "--above", "3"]
+    command += ["--learning-rates", "0.05", "1"]
     command += ["--out", str(tmp_path), "--splits", *map(str, good + bad)]
     main(command)
     table = (tmp_path / "linear_ridge.txt").read_text(encoding="utf-8")
     printed = capsys.readouterr().out
     assert all(line in printed for line in table.splitlines())
-    assert table.startswith("ridge: 12 rounds, 1 seeds, from λ* + 3\n")
+    assert table.startswith("ridge: 12 rounds, 1 seeds, learning rates 0.05 and 1.0, from λ* + 3\n")
     assert f"Splits without an optimum inside: diabetes {bad[0]}." in table
     assert [f"diabetes, split {seed}: " in table for seed in good + bad] == [True, True, False]
     assert "implicit_cg: 0 of 2 runs closed at least 90% of the excess loss, 0 diverged." in table
@@ -496,6 +508,7 @@ def test_a_gpu_gives_the_same_numbers(diabetes, problem):
     [
         ({"seeds": 0}, "--seeds must be at least 1, got 0"),
         ({"rounds": -1}, "--rounds must be at least 1, got -1"),
+        ({"learning_rates": [0.1, 0.0]}, "--learning-rates must be positive numbers, got 0.0"),
         ({"workers": 0}, "--workers must be at least 1, got 0"),
         ({"device": "abacus"}, "--device abacus cannot be used"),
         ({"above": 0.0}, "--above must be a distance from the optimum other than 0, got 0.0"),
