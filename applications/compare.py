@@ -272,10 +272,14 @@ def numbers(table: Table) -> list[dict[str, Any]]:
 def draw(table: Table, path: Path) -> None:
     """Draw the best validation loss so far: one row per task, over epochs and over time.
 
-    Thin lines are runs; a thick one is their mean, as far as all of them went.
+    Thin lines are runs; a thick one is their mean, as far as all of them went. Of the fall at the start, only what is
+    below one and a half times the worst end is shown.
     """
     figure, axes = figure_of(len(table), 2)
     for (row, methods), pair in zip(table.items(), axes, strict=True):
+        every = [curve(run, "epoch")[1] for results in methods.values() for run in results]
+        lowest, first, worst = min(y[-1] for y in every), max(y[0] for y in every), max(y[-1] for y in every)
+        limits = (0.95 * lowest, 1.05 * min(first, 1.5 * worst))
         for axis, column in zip(pair, ("epoch", "seconds"), strict=True):
             for method, results in methods.items():
                 index = [*COLUMNS].index(method) if method in COLUMNS else len(COLUMNS)  # one colour in all rows
@@ -283,7 +287,9 @@ def draw(table: Table, path: Path) -> None:
                 for x, y in curves if len(curves) > 1 else []:
                     axis.step(x, y, where="post", color=color, linewidth=0.5, alpha=0.5)
                 axis.step(*average(curves), where="post", color=color, linewidth=1.8, label=COLUMNS.get(method, method))
-            axis.set(xlabel="epochs" if column == "epoch" else "seconds", yscale="log")
+            axis.set(xlabel="epochs" if column == "epoch" else "seconds", yscale="log", ylim=limits)
+            axis.yaxis.set_major_formatter("{x:g}")
+            axis.yaxis.set_minor_formatter("{x:g}")
         pair[0].set_title(row, fontsize=9)
         pair[0].set_ylabel("best validation loss")
         pair[0].legend(fontsize=7)
