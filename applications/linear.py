@@ -54,6 +54,7 @@ METHODS: dict[str, bilevel.Method] = {
 COMPARED = ("stn", "centered_stn", "delta_stn", "implicit_cg", "unrolled")
 DECOUPLED = ("stn", "reparam_stn", "centered_stn")
 DIFFERENTIATING = ("implicit_cg", "unrolled")
+LOST = 10.0  # a run has diverged if it ends so many times worse than the prediction 0
 LEARNING_RATES = {"ridge": (0.05, 0.02), "input_dropout": (0.05, 0.02), "linear_network": (0.01, 0.005)}
 
 
@@ -105,6 +106,9 @@ def tune(
         values[: len(found)] = found
     if solution.stopped == "diverged":
         values[-1] = math.nan
+    elif (lost := LOST * 0.5 * float(np.mean(split.valid[1] ** 2))) < solution.history["validation_loss"][-1]:
+        # In float64, weights may grow for a long time before they are infinite.
+        values[np.argmax(solution.history["outer_loss"] > lost) :] = math.nan
     return Run(method, seed, values)
 
 

@@ -251,10 +251,14 @@ def test_an_undivided_penalty_is_only_another_unit_of_the_hyperparameter(diabete
 
 
 def test_the_stn_depends_on_that_unit(diabetes):
+    """A large |λ| also asks for small steps of its response: with those of the others its weights explode."""
+    rates = (0.05, 0.0005)
     divided, undivided = (
-        linear.tune(diabetes, "ridge", "stn", undivided=flag, rounds=14, seed=0).values for flag in (False, True)
+        linear.tune(diabetes, "ridge", "stn", undivided=flag, rounds=14, seed=0, learning_rates=rates).values
+        for flag in (False, True)
     )
     assert abs(undivided[-1] * len(diabetes.train[0]) / divided[-1] - 1) > 1e-3
+    assert linear.tune(diabetes, "ridge", "stn", undivided=True, rounds=14, seed=0).diverged
 
 
 def test_centered_and_delta_are_one_method_on_linear_regression(diabetes):
@@ -310,6 +314,20 @@ def test_a_divergence_is_reported_and_not_hidden(diabetes, monkeypatch, tmp_path
     main(["linear", "--methods", "stn", "--seeds", "2", "--rounds", "300", "--out", str(tmp_path)])
     assert "2 of 2" in capsys.readouterr().out
     assert "nan" in (tmp_path / "linear_ridge.csv").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_weights_that_grow_without_bounds_have_diverged(diabetes, monkeypatch, lost):
+    """Though they are finite: from the round in which the loss is ten times that of the prediction 0."""
+    worst = 10 * 0.5 * np.mean(diabetes.valid[1] ** 2)
+    nan, history = np.nan, bilevel.History()
+    for index, loss in enumerate((nan, 0.5 * worst, 1.1 * worst, 1e100)):
+        row = {"penalty": 1.0 + index, "outer_loss": loss}
+        history.append(row | ({"validation_loss": 1e100 if lost else 0.9 * worst} if index == 3 else {}))
+    monkeypatch.setattr(bilevel, "solve", lambda *args, **kwargs: SimpleNamespace(history=history, stopped="steps"))
+    run = linear.tune(diabetes, "ridge", "stn", undivided=False, rounds=4, seed=0)
+    assert run.diverged == lost
+    np.testing.assert_array_equal(run.values, [1.0, 2.0, nan, nan] if lost else [1.0, 2.0, 3.0, 4.0])
 
 
 def test_a_divergence_in_the_last_round_counts(diabetes, monkeypatch):
