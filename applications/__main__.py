@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,8 @@ def main(arguments: list[str] | None = None) -> None:
     except (OSError, ImportError, ValueError, bilevel.DivergenceError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
+        if options.command is linear.main:
+            sys.exit(f"interrupted; {options.out} holds the splits that were done.")
         sys.exit("interrupted; the same command goes on.")
 
 
@@ -77,7 +79,7 @@ def add_task(commands: Any, task: Task) -> None:
     )
     group.add_argument("--trials", type=int, metavar="N", help="how many (default: 20, or until --seconds are over)")
     group.add_argument(
-        "--pruner", choices=["median", "hyperband", "none"], help="stops bad trials (default: median; gp: none)"
+        "--pruner", choices=["median", "hyperband", "none"], help="stops bad trials (default: median; gp, cmaes: none)"
     )
     group.add_argument(
         "--storage",
@@ -133,13 +135,13 @@ def compare_runs(options: argparse.Namespace) -> None:
     """Print the tables and draw the figure."""
     from applications.compare import compare
 
-    figure, optional = options.figure, options.figure is None and options.out is None
-    if optional and importlib.util.find_spec("matplotlib") is not None:
-        folders = [path.parent if path.is_file() else path for path in options.path]
-        figure = Path(os.path.commonpath([folder.resolve() for folder in folders])) / "comparison.png"
-    print(compare(options.path, out=options.out, figure=figure))
-    if optional and figure is not None:
-        print(f"\nsee {figure}")
+    print(compare(options.path, out=options.out, figure=options.figure), flush=True)
+    if options.figure is None and options.out is None:
+        with suppress(ImportError, OSError, ValueError):  # nobody asked for it
+            folders = [path.parent if path.is_file() else path for path in options.path]
+            figure = Path(os.path.commonpath([folder.resolve() for folder in folders])) / "comparison.png"
+            compare(options.path, figure=figure)
+            print(f"\nsee {figure}")
 
 
 def add_study(commands: Any) -> None:

@@ -289,7 +289,8 @@ def draw(table: Table, path: Path) -> None:
                 axis.step(*average(curves), where="post", color=color, linewidth=1.8, label=COLUMNS.get(method, method))
             axis.set(xlabel="epochs" if column == "epoch" else "seconds", yscale="log", ylim=limits)
             axis.yaxis.set_major_formatter("{x:g}")
-            axis.yaxis.set_minor_formatter("{x:g}")
+            if limits[1] < 10 * limits[0]:
+                axis.yaxis.set_minor_formatter("{x:g}")
         pair[0].set_title(row, fontsize=9)
         pair[0].set_ylabel("best validation loss")
         pair[0].legend(fontsize=7)

@@ -100,6 +100,8 @@ def tune(
     except bilevel.DivergenceError as error:
         assert error.solution is not None
         solution = error.solution
+    if solution.stopped == "interrupted":
+        raise KeyboardInterrupt
     values = np.full(rounds, math.nan)
     if solution.history:
         found = solution.history[name][:rounds]
@@ -108,7 +110,8 @@ def tune(
         values[-1] = math.nan
     elif (lost := LOST * 0.5 * float(np.mean(split.valid[1] ** 2))) < solution.history["validation_loss"][-1]:
         # In float64, weights may grow for a long time before they are infinite.
-        values[np.argmax(solution.history["outer_loss"] > lost) :] = math.nan
+        over = solution.history["outer_loss"] > lost
+        values[np.argmax(over) if over.any() else -1 :] = math.nan
     return Run(method, seed, values)
 
 

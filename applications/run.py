@@ -275,9 +275,13 @@ def claim(out: Path, described: dict[str, Any]) -> None:
     out.mkdir(parents=True, exist_ok=True)
     path = out / "settings.json"
     plain = json.loads(json.dumps(described))
+    # Another process of the same search may be writing: a file that is there before the settings are read is not its.
+    names = {entry.name for entry in out.iterdir() if entry.suffix != ".part"}
     before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     differs = [key for key in plain if _without_epochs(before.get(key)) != _without_epochs(plain[key])]
-    if {entry.name for entry in out.iterdir()} <= {"settings.json", "split.json"}:
+    if not names <= {"settings.json", "split.json"} and not before:
+        raise ValueError(f"--out {out} is not empty, but holds no settings.json of a run. Choose another folder.")
+    if names <= {"settings.json", "split.json"}:
         if before and differs:  # a run ended with an error before it began; the split of the same run may be in use
             (out / "split.json").unlink(missing_ok=True)
         write(path, plain)
@@ -299,8 +303,8 @@ def prolong(out: Path, described: dict[str, Any], epochs_per_round: float) -> No
     made = 0
     if history.exists() and (out / "checkpoint.pt").exists():
         with history.open(newline="", encoding="utf-8") as file:
-            *_, last = csv.DictReader(file)
-        made = int(float(last["round"]) * epochs_per_round)
+            rounds = [row["round"] for row in csv.DictReader(file)]
+        made = int(float(rounds[-1]) * epochs_per_round) if rounds else 0
     if asked < min(before, made):
         raise ValueError(
             f"--epochs {asked}: the run in {out} has made {made} already. Ask for at least as many, or choose another "
@@ -351,8 +355,8 @@ def environment(device: torch.device) -> dict[str, Any]:
 
 
 def without_passwords(text: str) -> str:
-    """Hide what stands between user and host in the URL of a database."""
-    return re.sub(r"(://[^:/@\s]*):[^@\s]+@", r"\1:***@", text)
+    """Hide what stands between user and host in the URL of a database, or after ``password=``."""
+    return re.sub(r"(password=)[^&\s]+", r"\1***", re.sub(r"(://[^:/@\s]*):\S+@", r"\1:***@", text))
 
 
 def note_environment(path: Path, device: torch.device) -> None:

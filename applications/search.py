@@ -138,7 +138,7 @@ def search(
 
     def objective(trial: optuna.Trial) -> float:
         try:
-            return run_trial(trial, build_in_folder, settings, space, seed=seed, left=left(), out=out)
+            return run_trial(trial, build_in_folder, settings, space, seed=seed, left=left, out=out)
         except KeyboardInterrupt:
             # It comes first when the search goes on, or a grid would lose the point.
             attributes = study.get_trials(deepcopy=False)[trial.number].system_attrs
@@ -194,7 +194,7 @@ def run_trial(
     space: Mapping[str, Axis],
     *,
     seed: int,
-    left: float,
+    left: Callable[[], float],
     out: Path,
 ) -> float:
     """Train at the suggested values; tell Optuna every validation loss; keep the weights if they are the best.
@@ -228,7 +228,7 @@ def run_trial(
             "fixed",
             settings,
             seed=seed,
-            seconds=None if left == math.inf else max(left, 1e-3),
+            seconds=None if left() == math.inf else max(left(), 1e-3),
             callbacks=[report],
             progress=False,
         )
@@ -305,7 +305,7 @@ def finish(trials: Sequence[Trial], build: Callable[[Mapping[str, Any]], Experim
         "best_hyper": {name: value.tolist() for name, value in hyper.items()},
         "hyper": {name: value.tolist() for name, value in hyper.items()},
         "trial": best["trial"],
-        "trials": len(trials),
+        "trials": sum(trial.state != "fail" or bool(trial.passes) for trial in trials),
     }
 
 

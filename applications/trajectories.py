@@ -186,8 +186,10 @@ def draw(panels: list[Panel], path: Path) -> None:
         axis.axhline(panel.natural(panel.optimum), color="black", linestyle="--", linewidth=1, label="optimum")
         axis.axhline(panel.natural(panel.limit), color="grey", linestyle=":", linewidth=1, label="limit of delta_stn")
         axis.set(title=f"{panel.split.name}, split {panel.split.seed}", yscale="log", ylabel=panel.hyper)
-    for axis in axes[-1]:
-        axis.set_xlabel("round")
+    for index, axis in enumerate(axes.flat[: len(panels)]):
+        if index + columns >= len(panels):  # the lowest of its column
+            axis.set_xlabel("round")
+            axis.tick_params(labelbottom=True)
     for axis in axes.flat[len(panels) :]:
         axis.set_axis_off()
     axes.flat[0].legend(fontsize=7)

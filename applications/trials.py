@@ -25,7 +25,7 @@ class Trial:
         state: ``complete``, ``pruned``, or ``fail`` if the user stopped it.
         params: Natural values by name of the entry, such as ``dropout[0]``.
         interval: When it began and ended, in seconds of the clock of the machine.
-        passes: Epoch, seconds since the beginning, and loss of every validation pass; none if it diverged before.
+        passes: Epoch, seconds since the beginning, and loss of every validation pass; none if it ended before.
     """
 
     number: int

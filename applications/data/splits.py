@@ -72,7 +72,7 @@ def read(path: Path, wanted: dict[str, Any], sizes: tuple[int, int]) -> tuple[Te
     except (ValueError, TypeError, KeyError) as error:
         raise ValueError(f"{path} is not a saved split ({error!r}); delete it to draw the split again.") from error
     if found != wanted:
-        raise ValueError(f"{path} holds the split for {found}, but {wanted} is asked for; name another file.")
+        raise ValueError(f"{path} holds the split for {found}, but {wanted} is asked for; choose another --out.")
     if not whole or (len(train), len(valid)) != sizes or len({*train, *valid}) != sum(sizes):
         raise ValueError(
             f"{path} is damaged: it should hold {sizes[0]} indices for training and {sizes[1]} others for validation; "

@@ -386,7 +386,7 @@ def test_another_saved_split_is_an_error(tmp_path):
     path = tmp_path / "split.json"
     data.split(20, 0.25, 3, path)
     for arguments in ((21, 0.25, 3), (20, 0.26, 3), (20, 0.25, 4)):
-        with pytest.raises(ValueError, match=r"split\.json holds the split for .*name another file"):
+        with pytest.raises(ValueError, match=r"split\.json holds the split for .*choose another --out"):
             data.split(*arguments, path)
     saved = json.loads(path.read_text())
     for rows in ([0, 1, 2, 3], [0, 1, 2, 3, 3], [0, 1, 2, 3, 20], [0, 1, 2, 3, -1], [0, 1, 2, 3, 4.0]):

@@ -316,6 +316,13 @@ def test_a_divergence_is_reported_and_not_hidden(diabetes, monkeypatch, tmp_path
     assert "nan" in (tmp_path / "linear_ridge.csv").read_text(encoding="utf-8")
 
 
+def test_ctrl_c_ends_the_command(tmp_path, monkeypatch):
+    pytest.importorskip("sklearn")
+    monkeypatch.setattr(bilevel, "solve", lambda *args, **kwargs: SimpleNamespace(history=None, stopped="interrupted"))
+    with pytest.raises(SystemExit, match=r"interrupted; .* holds the splits that were done"):
+        main(["linear", "--out", str(tmp_path)])
+
+
 @pytest.mark.parametrize("lost", [True, False])
 def test_weights_that_grow_without_bounds_have_diverged(diabetes, monkeypatch, lost):
     """Though they are finite: from the round in which the loss is ten times that of the prediction 0."""

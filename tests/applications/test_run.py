@@ -449,7 +449,15 @@ def test_a_comparison_draws_a_figure_beside_the_runs(tmp_path, capsys):
     assert (tmp_path / "table.png").exists()
 
 
-@pytest.mark.parametrize("url", ["postgresql://me:SECRET@host/db", "mysql+pymysql://:SECRET@host:99/db?a=b"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://me:SECRET@host/db",
+        "mysql+pymysql://:SECRET@host:99/db?a=b",
+        "mysql://me:p@SECRET@host/db",
+        "postgresql://host/db?user=me&password=SECRET",
+    ],
+)
 def test_passwords_are_not_written_down(url, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["x", "mnist", "--storage", url, "--out", "a folder"])
     found = running.environment(torch.device("cpu"))["command"]
@@ -458,6 +466,26 @@ def test_passwords_are_not_written_down(url, tmp_path, monkeypatch):
     assert running.without_passwords("sqlite:///runs/study.db and postgresql://host/db") == (
         "sqlite:///runs/study.db and postgresql://host/db"
     )
+
+
+def test_a_folder_of_something_else_is_refused(tmp_path):
+    (tmp_path / "thesis.tex").write_text("")
+    with pytest.raises(ValueError, match=r"is not empty, but holds no settings\.json of a run"):
+        tiny_run("mnist", "fixed", tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_a_comparison_that_cannot_be_drawn_is_printed(tmp_path, capsys, monkeypatch):
+    tiny_run("mnist", "fixed", tmp_path)
+
+    def draw(table, path):
+        raise PermissionError(path)
+
+    monkeypatch.setattr("applications.compare.draw", draw)
+    command("compare", tmp_path)
+    printed = capsys.readouterr().out
+    assert "| mnist" in printed
+    assert "\nsee " not in printed
 
 
 def test_help_of_every_command(capsys):
