@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import os
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -137,11 +136,13 @@ def compare_runs(options: argparse.Namespace) -> None:
 
     print(compare(options.path, out=options.out, figure=options.figure), flush=True)
     if options.figure is None and options.out is None:
-        with suppress(ImportError, OSError, ValueError):  # nobody asked for it
-            folders = [path.parent if path.is_file() else path for path in options.path]
+        folders = [path.parent if path.is_file() else path for path in options.path]
+        try:
             figure = Path(os.path.commonpath([folder.resolve() for folder in folders])) / "comparison.png"
             compare(options.path, figure=figure)
             print(f"\nsee {figure}")
+        except (ImportError, OSError, ValueError) as error:  # nobody asked for it, so that it is no failure
+            print(f"\nno figure: {error}")
 
 
 def add_study(commands: Any) -> None:

@@ -485,7 +485,7 @@ def test_a_comparison_that_cannot_be_drawn_is_printed(tmp_path, capsys, monkeypa
     command("compare", tmp_path)
     printed = capsys.readouterr().out
     assert "| mnist" in printed
-    assert "\nsee " not in printed
+    assert f"no figure: {tmp_path / 'comparison.png'}" in printed
 
 
 def test_help_of_every_command(capsys):
