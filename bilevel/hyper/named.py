@@ -1,0 +1,58 @@
+"""Tensors by name, and errors that say which name was probably meant."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+
+def suggest(name: object, known: Iterable[str]) -> str:
+    """Say which of the known names was probably meant, and list them all.
+
+    Returns:
+        A phrase for the end of an error message.
+
+    Example:
+        >>> suggest("decya", ["decay", "dropout"])
+        "did you mean 'decay'? Known: decay, dropout."
+    """
+    names = sorted(known)
+    plain = str(name).lower().replace("-", "_").replace(" ", "_")
+    close = difflib.get_close_matches(plain, names, n=1) or difflib.get_close_matches(str(name), names, n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}Known: {', '.join(names) or 'none'}."
+
+
+class Named(dict[str, Tensor]):
+    """A dict of tensors whose ``KeyError`` names what was asked for, and what there is."""
+
+    def __init__(self, kind: str, items: Iterable[tuple[str, Tensor]]) -> None:
+        """Store the items; ``kind`` is what an error message calls them."""
+        super().__init__(items)
+        self.kind = kind
+
+    def __getattr__(self, name: str) -> Tensor:
+        """Say how to read a value.
+
+        Raises:
+            AttributeError: Always.
+        """
+        raise AttributeError(f"a {self.__dict__.get('kind', 'tensor')} is read as [{name!r}], not as an attribute.")
+
+    def __missing__(self, name: object) -> Tensor:
+        """Raise the helpful error.
+
+        Raises:
+            KeyError: Always.
+        """
+        raise KeyError(f"no {self.kind} {name!r}: {suggest(name, self)}")
+
+
+pytree.register_pytree_node(
+    Named,
+    lambda named: (list(named.values()), (named.kind, tuple(named))),
+    lambda values, context: Named(context[0], zip(context[1], values, strict=True)),
+)

@@ -1,0 +1,91 @@
+"""The solver's own copy of the inner variables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bilevel.problem.model import Model
+from bilevel.problem.problem import Problem
+
+
+class Variables(nn.Module):
+    """The solver's own copy of the inner variables and buffers, so that the user's module keeps its values."""
+
+    def __init__(self, problem: Problem) -> None:
+        """Copy the start of the problem."""
+        super().__init__()
+        self.problem = problem
+        start = problem.start(problem.initial_hyper())
+        self.weights = nn.ParameterList([nn.Parameter(p.detach().clone()) for p in start.values()])
+        self.buffer_names = list(problem.buffers)
+        for index, buffer in enumerate(problem.buffers.values()):
+            self.register_buffer(str(index), buffer.detach().clone())
+
+    def params(self) -> dict[str, Tensor]:
+        """The weights by name.
+
+        Returns:
+            Leaves of the autograd graph.
+        """
+        return dict(zip(self.problem.params, self.weights, strict=True))
+
+    def buffer_values(self) -> dict[str, Tensor]:
+        """The buffers by name.
+
+        Returns:
+            The live tensors, not copies.
+        """
+        return {name: self.get_buffer(str(index)) for index, name in enumerate(self.buffer_names)}
+
+    def model(
+        self, params: Mapping[str, Tensor], *, buffers: dict[str, Tensor] | None = None, update_buffers: bool = False
+    ) -> Model:
+        """A model with the given weights.
+
+        Args:
+            params: Weights by name.
+            buffers: By name; those of this object by default.
+            update_buffers: Keep what the network does to the buffers.
+
+        Returns:
+            The model that a loss sees.
+        """
+        predict = self.predictor(buffers=buffers, update_buffers=update_buffers)
+        return Model(params, None if predict is None else partial(predict, params))
+
+    def predictor(
+        self, *, buffers: dict[str, Tensor] | None = None, update_buffers: bool = False
+    ) -> Callable[..., Any] | None:
+        """The network as a function of its weights, ``predict(params, *args, **kwargs)``.
+
+        Args:
+            buffers: By name; those of this object by default.
+            update_buffers: Keep what the network does to the buffers; it always works on copies of them.
+
+        Returns:
+            The function, or None for a problem without a network.
+        """
+        if self.problem.module is None:
+            return None
+
+        def predict(params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+            live = self.buffer_values() if buffers is None else buffers
+            tensors = {**params, **{name: buffer.clone() for name, buffer in live.items()}}
+            output = self.problem.call(tensors, args, kwargs)
+            if update_buffers:
+                with torch.no_grad():
+                    for name, buffer in live.items():
+                        if tensors[name].shape != buffer.shape:
+                            raise ValueError(
+                                f"the network changed the shape of its buffer {name!r} from {tuple(buffer.shape)} to "
+                                f"{tuple(tensors[name].shape)}, which cannot be tracked: keep its shape."
+                            )
+                        buffer.copy_(tensors[name])
+            return output
+
+        return predict
