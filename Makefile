@@ -3,7 +3,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test docs linear cleaning fewshot format clean
+.PHONY: demo test fuzz docs linear cleaning fewshot format clean
 
 demo: .venv/.demo  ## tune an MLP on scikit-learn's digits with three methods, against fixed hyperparameters
 	$(BIN)/python -m applications.digits
@@ -14,6 +14,16 @@ test: .venv/.test  ## lint, types, tests, doctests and docs
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2
 	$(MAKE) --no-print-directory docs
+
+ROUNDS ?= 1
+FACTOR ?= 20
+TESTS ?= tests
+fuzz: .venv/.test  ## property tests at random: ROUNDS=3, FACTOR=20 times the examples, SEED=1 repeats a round, TESTS=tests/test_hyper.py
+	@status=0; for round in $$(seq $(ROUNDS)); do \
+		seed=$(or $(SEED),$$($(BIN)/python -c "import secrets; print(secrets.randbelow(2**32))")); \
+		echo "Round $$round of $(ROUNDS), seed $$seed"; \
+		$(BIN)/python -m pytest --fuzz=$(FACTOR) --hypothesis-seed=$$seed --timeout=3600 $(TESTS) || status=1; \
+	done; exit $$status
 
 docs: .venv/.test  ## the HTML pages in docs/_build/html
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -b html docs docs/_build/html

@@ -1,13 +1,76 @@
-import os
+"""How Hypothesis draws: the same examples everywhere in a test run, and other ones in each round of ``make fuzz``."""
 
+from __future__ import annotations
+
+import shlex
+
+import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, is_hypothesis_test, settings
+from hypothesis.internal.conjecture import providers
 
-settings.register_profile("dev", deadline=None, max_examples=25)
+# Nothing here looks at the clock or at what an earlier run has stored, so a slow machine comes to the same verdict.
 settings.register_profile(
-    "ci", deadline=None, derandomize=True, max_examples=50, suppress_health_check=[HealthCheck.too_slow]
+    "test",
+    max_examples=25,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
 )
-settings.load_profile("ci" if os.environ.get("CI") else "dev")
+settings.register_profile("fuzz", settings.get_profile("test"), derandomize=False, print_blob=True)
 
 # Tests run in parallel processes; one thread each is fastest for their small tensors.
 torch.set_num_threads(1)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--fuzz",
+        type=int,
+        metavar="FACTOR",
+        help="Run the property tests only, with random examples and FACTOR times as many; `make fuzz` does.",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--fuzz"):
+        settings.load_profile("fuzz")
+        return
+    settings.load_profile("test")
+    # Hypothesis also draws the numbers that it reads in the imported modules of this project. Which ones are imported
+    # depends on the tests that ran before in the same process, and which ones count as ours on the path of the clone.
+    providers._get_local_constants = providers.Constants
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    return f"repeat this round: {_command(config, config.args)}" if config.getoption("--fuzz") else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    factor = config.getoption("--fuzz")
+    if not factor:
+        return
+    properties = [item for item in items if isinstance(item, pytest.Function) and is_hypothesis_test(item.obj)]
+    config.hook.pytest_deselected(items=[item for item in items if item not in properties])
+    items[:] = properties
+    # A test's own @settings(max_examples=...) outranks the profile, so each test's number is multiplied, once.
+    for test in {getattr(item.obj, "__func__", item.obj) for item in properties}:
+        own = test._hypothesis_internal_use_settings
+        test._hypothesis_internal_use_settings = settings(own, max_examples=factor * own.max_examples)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.getoption("--fuzz") and terminalreporter.stats.get("failed"):
+        terminalreporter.section("how to repeat")
+        terminalreporter.line(f"This round: {_command(config, config.args)}")
+        terminalreporter.line(
+            "One example alone: put the line @reproduce_failure(...) that is printed above over its test."
+        )
+        for report in terminalreporter.stats["failed"]:
+            terminalreporter.line(f"One test alone: {_command(config, [report.nodeid])}")
+
+
+def _command(config: pytest.Config, tests: list[str]) -> str:
+    seed, factor = config.getoption("--hypothesis-seed"), config.getoption("--fuzz")
+    return f'make fuzz SEED={seed} FACTOR={factor} TESTS="{shlex.join(tests)}"'

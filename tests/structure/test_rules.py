@@ -229,66 +229,63 @@ def double_precision():
 
 @pytest.mark.parametrize("linearized", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_rule_is_a_weight_for_each_example(kind, linearized):
-    @settings(max_examples=8)
-    @given(networks(kind))
-    def check(drawn):
-        net, x = drawn
-        weights, theta, noise = setup(net, len(x))
-        fast = run(net, weights, theta, noise, x, linearized=linearized)
-        frozen = {name: weight.detach() for name, weight in weights.items()} if linearized else weights
-        slow = one_by_one(net, frozen, theta, noise, x, linearized=linearized)
-        compare(fast, slow, weights, theta, linearized=linearized)
-
-    check()
+@settings(max_examples=8)
+@given(data=st.data())
+def test_a_rule_is_a_weight_for_each_example(kind, linearized, data):
+    net, x = data.draw(networks(kind))
+    weights, theta, noise = setup(net, len(x))
+    fast = run(net, weights, theta, noise, x, linearized=linearized)
+    frozen = {name: weight.detach() for name, weight in weights.items()} if linearized else weights
+    slow = one_by_one(net, frozen, theta, noise, x, linearized=linearized)
+    compare(fast, slow, weights, theta, linearized=linearized)
 
 
 @pytest.mark.parametrize("linearized", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("images", [False, True])
-def test_batch_norm_normalises_over_the_whole_batch(images, training, linearized):
+@settings(max_examples=8)
+@given(
+    count=st.integers(3, 5),
+    inputs=st.integers(1, 5),
+    units=st.integers(1, 5),
+    length=st.integers(1, 5),
+    eps=st.sampled_from([1e-5, 0.1]),
+)
+def test_batch_norm_normalises_over_the_whole_batch(images, training, linearized, count, inputs, units, length, eps):
     """The reference multiplies out all weights and normalises what all examples became."""
+    torch.manual_seed(count)
+    if images:
+        layers, pair, axes = (nn.Conv1d(inputs, units, 1), nn.Conv1d(units, 2, 1)), "bil,boi->bol", (0, 2)
+    else:
+        layers, pair, axes = (nn.Linear(inputs, units), nn.Linear(units, 2)), "bi,boi->bo", (0,)
+    norm = nn.BatchNorm1d(units, eps)
+    norm.running_mean.normal_()
+    net = nn.Sequential(layers[0], norm, nn.Tanh(), layers[1]).train(training)
+    weights, theta, noise = setup(net, count)
+    x = torch.randn(count, inputs, *([length] if images else []))
+    frozen = {name: weight.detach() for name, weight in weights.items()} if linearized else weights
+    stacked = {name: torch.stack([theta(shift)[name] for shift in noise]) for name in weights}
 
-    @settings(max_examples=8)
-    @given(*(st.integers(low, 5) for low in (3, 1, 1, 1)), st.sampled_from([1e-5, 0.1]))
-    def check(count, inputs, units, length, eps):
-        torch.manual_seed(count)
-        if images:
-            layers, pair, axes = (nn.Conv1d(inputs, units, 1), nn.Conv1d(units, 2, 1)), "bil,boi->bol", (0, 2)
-        else:
-            layers, pair, axes = (nn.Linear(inputs, units), nn.Linear(units, 2)), "bi,boi->bo", (0,)
-        norm = nn.BatchNorm1d(units, eps)
-        norm.running_mean.normal_()
-        net = nn.Sequential(layers[0], norm, nn.Tanh(), layers[1]).train(training)
-        weights, theta, noise = setup(net, count)
-        x = torch.randn(count, inputs, *([length] if images else []))
-        frozen = {name: weight.detach() for name, weight in weights.items()} if linearized else weights
-        stacked = {name: torch.stack([theta(shift)[name] for shift in noise]) for name in weights}
+    def shaped(value):
+        """Units in dimension 1."""
+        return value[..., None] if images else value
 
-        def shaped(value):
-            """Units in dimension 1."""
-            return value[..., None] if images else value
+    def reference(change):
+        w = {name: weight + change[name] for name, weight in frozen.items()}
+        first, last = (w[f"{place}.weight"].reshape(count, *frozen[f"{place}.weight"].shape[:2]) for place in (0, 3))
+        y = torch.einsum(pair, x, first) + shaped(w["0.bias"])
+        mean = y.mean(axes, keepdim=True) if training else shaped(norm.running_mean[None])
+        variance = y.var(axes, unbiased=False, keepdim=True) if training else shaped(norm.running_var[None])
+        y = (y - mean) / (variance + eps).sqrt() * shaped(w["1.weight"]) + shaped(w["1.bias"])
+        return torch.einsum(pair, y.tanh(), last) + shaped(w["3.bias"])
 
-        def reference(change):
-            w = {name: weight + change[name] for name, weight in frozen.items()}
-            first, last = (
-                w[f"{place}.weight"].reshape(count, *frozen[f"{place}.weight"].shape[:2]) for place in (0, 3)
-            )
-            y = torch.einsum(pair, x, first) + shaped(w["0.bias"])
-            mean = y.mean(axes, keepdim=True) if training else shaped(norm.running_mean[None])
-            variance = y.var(axes, unbiased=False, keepdim=True) if training else shaped(norm.running_var[None])
-            y = (y - mean) / (variance + eps).sqrt() * shaped(w["1.weight"]) + shaped(w["1.bias"])
-            return torch.einsum(pair, y.tanh(), last) + shaped(w["3.bias"])
-
-        if linearized:
-            zero = {name: torch.zeros_like(change) for name, change in stacked.items()}
-            slow = sum(jvp(reference, (zero,), (stacked,)))
-        else:
-            slow = reference(stacked)
-        fast = run(copy.deepcopy(net), weights, theta, noise, x, linearized=linearized)
-        compare(fast, slow, weights, theta, linearized=linearized)
-
-    check()
+    if linearized:
+        zero = {name: torch.zeros_like(change) for name, change in stacked.items()}
+        slow = sum(jvp(reference, (zero,), (stacked,)))
+    else:
+        slow = reference(stacked)
+    fast = run(copy.deepcopy(net), weights, theta, noise, x, linearized=linearized)
+    compare(fast, slow, weights, theta, linearized=linearized)
 
 
 def test_attention_whose_joint_projection_does_not_respond():
