@@ -27,7 +27,7 @@ def linearize(
 
     .. math:: x \mapsto f(w_0, x) + \mathbf{J}_{yw} \Delta w
 
-    by one pass of forward-mode differentiation. Raw dual numbers rather than ``torch.func.jvp``, which refuses the
+    by one pass of forward-mode differentiation. It uses raw dual numbers, because ``torch.func.jvp`` refuses the
     in-place statistics of BatchNorm.
 
     Args:

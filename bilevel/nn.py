@@ -13,6 +13,7 @@ from typing import Any, final
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import override
 
 
 class _Recurrent(nn.RNNBase, ABC):
@@ -20,7 +21,7 @@ class _Recurrent(nn.RNNBase, ABC):
 
     @abstractmethod
     def _cell(self, gates: Tensor, hidden: Tensor, state: tuple[Tensor, ...], suffix: str) -> tuple[Tensor, ...]:
-        """One step: from what the input adds to the gates and the last state to the next state, hidden part first."""
+        """The next state, hidden part first. ``gates`` come from the input, ``hidden`` from the last state."""
 
     def _run(self, x: Tensor, states: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
         x = x if self.batch_first else x.transpose(0, 1)
@@ -45,7 +46,7 @@ class _Recurrent(nn.RNNBase, ABC):
         return x if self.batch_first else x.transpose(0, 1), tuple(map(torch.stack, zip(*ends, strict=True)))
 
     def _weight(self, name: str) -> Any:
-        return getattr(self, name, None)  # there are none without bias
+        return getattr(self, name, None)  # without bias there is none
 
     def _check(self, x: Any) -> None:
         if not isinstance(x, Tensor) or x.ndim != 3:
@@ -74,6 +75,7 @@ class LSTM(_Recurrent):
         """As ``nn.LSTM``."""
         super().__init__("LSTM", *args, **kwargs)
 
+    @override
     def forward(self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Run over a sequence.
 
@@ -89,6 +91,7 @@ class LSTM(_Recurrent):
             hx = self._zeros(input, self.proj_size or self.hidden_size), self._zeros(input, self.hidden_size)
         return self._run(input, hx)
 
+    @override
     def _cell(self, gates: Tensor, hidden: Tensor, state: tuple[Tensor, ...], suffix: str) -> tuple[Tensor, ...]:
         i, f, g, o = (gates + hidden).chunk(4, -1)
         c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
@@ -112,6 +115,7 @@ class GRU(_Recurrent):
         """As ``nn.GRU``."""
         super().__init__("GRU", *args, **kwargs)
 
+    @override
     def forward(self, input: Tensor, hx: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Run over a sequence.
 
@@ -126,6 +130,7 @@ class GRU(_Recurrent):
         output, (hidden,) = self._run(input, (self._zeros(input, self.hidden_size) if hx is None else hx,))
         return output, hidden
 
+    @override
     def _cell(self, gates: Tensor, hidden: Tensor, state: tuple[Tensor, ...], suffix: str) -> tuple[Tensor, ...]:
         r, z, n = gates.chunk(3, -1)
         hr, hz, hn = hidden.chunk(3, -1)

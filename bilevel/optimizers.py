@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
+from typing_extensions import override
 
 DIFFERENTIABLE = (
     torch.optim.SGD,
@@ -67,12 +68,12 @@ class DifferentiableOptimizer:
         self._places = [[place[id(param)] for param in group["params"]] for group in optimizer.param_groups]
         groups = [{"params": group["params"], **self._settings(group)} for group in optimizer.param_groups]
         self._twin = type(optimizer)(groups, differentiable=True, foreach=False)  # type: ignore[call-arg]
-        # Without the hooks of the profiler and the compiler around it, which take as long as a small step.
+        # Unwrapped, because the hooks of the profiler and the compiler take as long as a small step.
         self._step: Callable[[Optimizer], Any] = inspect.unwrap(type(self._twin).step)
-        self.fresh = [_copy(entry) for entry in self.state()]  # plain steps write into the live one
+        self.fresh = [_copy(entry) for entry in self.state()]  # copies, since plain steps write into the live state
 
     def check_hooks(self) -> None:
-        """Refuse an optimizer that does something else around its steps, which would be left out.
+        """Refuse an optimizer with step hooks, which :meth:`step` would leave out.
 
         Raises:
             TypeError: If it has step hooks.
@@ -97,9 +98,9 @@ class DifferentiableOptimizer:
         for weight, entry in zip(self.weights, state, strict=True):
             self.optimizer.state.pop(weight, None)
             if entry:
-                # A compiler may return one tensor for several that are equal, and plain steps write into them.
+                # Plain steps write into it, and a compiler may have returned one tensor for several equal ones.
                 self.optimizer.state[weight] = _copy(entry)
-        # What a learning-rate scheduler asks for before it warns that no step was made.
+        # A learning-rate scheduler reads this and warns if no step was made.
         self.optimizer._opt_called = True  # type: ignore[attr-defined]
 
     def settings(self) -> list[dict[str, Any]]:
@@ -125,8 +126,8 @@ class DifferentiableOptimizer:
             weights: Any tensors, in the order given at the start; they are not changed.
             gradients: One per weight; a weight without one stays as it is.
             state: As returned here or by :meth:`state`; it is not changed.
-            settings: Those of :meth:`settings` make a step without Python numbers that change from step to step; None
-                takes the current ones as they are.
+            settings: Those of :meth:`settings`, so that no Python number changes from step to step; None takes the
+                current ones as they are.
 
         Returns:
             The new weights and the new state.
@@ -141,13 +142,13 @@ class DifferentiableOptimizer:
         for places, group, source in zip(self._places, self._twin.param_groups, sources, strict=True):
             present = [new[place] for place in places if gradients[place] is not None]
             group.update(self._settings(source), params=present)
-        # Copies, because optimizers write into their state, and what a step has read must stay for its derivative.
+        # Copies: optimizers write into their state, but the derivative needs what the step has read.
         self._twin.state = defaultdict(dict, {weight: _copy(entry) for weight, entry in zip(new, state, strict=True)})
         # Plain gradient descent has nothing to mend, and the mending takes time.
         with nullcontext() if settings is None else _Symbolic(), nullcontext() if plain else _Smooth():
             self._step(self._twin)
         after = [dict(self._twin.state[weight]) for weight in new]
-        # Whatever stayed here would keep its graph alive.
+        # Anything left here would keep its graph alive.
         self._twin.state = defaultdict(dict)
         for group in self._twin.param_groups:
             group["params"] = []
@@ -189,14 +190,15 @@ def differentiable_entries(entry: dict[str, Any], weight: Tensor) -> dict[str, T
 
 
 class _Smooth(TorchFunctionMode):
-    """Mends three places in which the differentiable steps of ``torch.optim`` are not what the plain ones are.
+    """Mends three places in which the differentiable steps of ``torch.optim`` differ from the plain ones.
 
-    The first step of SGD detaches the gradient that becomes its momentum. The bias corrections of Adam are powers of a
-    step counter in single precision. And the root of a second moment that is zero, that of a weight which had no
-    gradient yet, has an infinite slope, which times zero is NaN; what it divides is zero as well, so that the
-    derivative of the quotient takes no part from it.
+    The first step of SGD detaches the gradient that becomes its momentum. Adam computes its bias corrections from a
+    step counter in single precision. The third is the root of a second moment. It is zero for a weight that had no
+    gradient yet, where the root has an infinite slope, and infinity times zero is NaN. The numerator above that root is
+    zero as well, so the root adds nothing to the derivative of the quotient; its slope is set to zero.
     """
 
+    @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.detach:
             return args[0]
@@ -212,6 +214,7 @@ class _Smooth(TorchFunctionMode):
 class _Symbolic(TorchFunctionMode):
     """Keeps step counters and learning rates tensors where ``torch.optim`` would make numbers of them."""
 
+    @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.item:

@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size)
-"""What may stand beside tensors: values that cannot change behind our back."""
+"""What may stand beside tensors: values that cannot change."""
 
 
 @final
@@ -54,13 +54,13 @@ Backend = Callable[[fx.GraphModule, list[Tensor]], Callable[..., Any]]
 
 
 def kind(leaf: Any) -> Any:
-    """What two leaves must have in common for the same graph.
+    """What two leaves must have in common to share a graph.
 
     Returns:
         Something that can be compared and hashed.
 
     Raises:
-        TypeError: If that cannot be told.
+        TypeError: If it is neither a plain tensor nor a plain value.
     """
     if type(leaf) in (Tensor, nn.Parameter) and leaf.layout is torch.strided:
         return leaf.shape, leaf.stride(), leaf.dtype, leaf.device
@@ -108,7 +108,7 @@ def trace(stage: Stage, inputs: Any, tensors: Sequence[Tensor], vectors: Sequenc
 
     flat = [*tensors, *(part for vector in vectors for part in vector)]
     module = make_fx(joint)(*flat)
-    # Mutations are removed in a second pass: it does not go together with the derivatives of the first.
+    # A second pass removes mutations, because the first cannot do so while it takes derivatives.
     module = make_fx(torch.func.functionalize(module, remove="mutations"))(*flat)
     for node in module.graph.nodes:
         if isinstance(node.target, OpOverload) and node.target._schema.is_mutable:
@@ -174,7 +174,7 @@ class Compiled:
         """
         found = self._run_early(tensors)
         rest = [Later(partial(_run_late, late, [found[n] for n in late.crossing]), late.vector) for late in self.late]
-        # A compiler may return an input where a product with one was asked for; whoever changes it changes the input.
+        # A compiler may return the input itself for 1 * input. A copy keeps the caller from changing the input.
         given = {_memory(found[node]) for node in self.known}
         leaves = [found[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in self.leaves]
         leaves = [leaf.clone() if isinstance(leaf, Tensor) and _memory(leaf) in given else leaf for leaf in leaves]
@@ -209,7 +209,7 @@ def _cut_late(
 
 
 def _needed(nodes: list[fx.Node], outputs: Any, given: set[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
-    """What must be computed for some outputs, and from which of the given nodes; both in order."""
+    """The nodes that the outputs need, and the given nodes that those start from; both in order."""
     body: set[fx.Node] = set()
     border: set[fx.Node] = set()
     stack = _nodes(outputs)
@@ -244,7 +244,7 @@ def _compile_part(
 
 @contextmanager
 def _settled(tensors: list[Tensor]) -> Generator[None]:
-    """Derivatives and casts are in the graph already."""
+    """Turn autograd and autocast off: derivatives and casts are in the graph already."""
     with torch.no_grad(), ExitStack() as stack:
         for where in {tensor.device.type for tensor in tensors}:
             if torch.is_autocast_enabled(where):

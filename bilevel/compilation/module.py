@@ -9,6 +9,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
+from typing_extensions import override
 
 from bilevel.compilation.graph import Backend, Later
 from bilevel.compilation.staged import Staged
@@ -83,8 +84,8 @@ class OfModule:
 def gains(module: nn.Module | None, device: torch.device) -> bool:
     """Whether compiled steps of a self-tuning network are faster; if not, a warning says so.
 
-    On a CPU those of a network of convolutions are not (``benchmarks/overhead.py``): the time is that of the
-    convolutions, which the compiler leaves as they are.
+    On a CPU they are not if the network has convolutions (``benchmarks/overhead.py``): those take most of the time, and
+    the compiler leaves them as they are.
 
     Returns:
         Whether to compile.
@@ -107,5 +108,6 @@ class _Host(nn.Module):
         super().__init__()
         self.module = module
 
+    @override
     def forward(self, function: Callable[..., Any], params: list[Tensor], inputs: tuple[Any, ...]) -> Any:
         return function(params, *inputs)

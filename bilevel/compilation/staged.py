@@ -56,7 +56,7 @@ class Staged:
     def __init__(self, stage: Stage, name: str, *, backend: Backend | None = None, after: Staged | None = None) -> None:
         """Compile a stage, which warnings call ``name``; with ``inductor`` by default.
 
-        If ``after`` has failed, this one is not tried: what it lacks has been said.
+        If ``after`` has failed, this one is not tried, and there is no second warning.
         """
         self.stage = stage
         self.name = name
@@ -85,7 +85,7 @@ class Staged:
             if compiled is None and len(self.compiled) < MAX_KINDS:
                 compiled = self.compiled[which] = self._compile(inputs, tensors)
         except Exception as error:
-            result = self.stage(*inputs)  # whose own message is the better one if it fails as well
+            result = self.stage(*inputs)  # if it fails as well, its own message is the better one
             self.working = False
             self.compiled.clear()
             reason = next(iter(str(error).strip().splitlines()), "")
@@ -108,7 +108,7 @@ class Staged:
     def _compile(self, inputs: tuple[Any, ...], tensors: list[Tensor]) -> Compiled:
         device = tensors[0].device if tensors else torch.device("cpu")
 
-        def again() -> Any:  # the same random numbers every time, which the caller has still to draw
+        def again() -> Any:  # every pass draws the random numbers that the caller draws next
             return Stream.current(device)()
 
         with warnings.catch_warnings():
@@ -140,7 +140,7 @@ def _autocast(tensors: list[Tensor]) -> Any:
 
 
 def _probe(like: Tensor) -> Tensor:
-    """Something to try a later part on."""
+    """Numbers to try a later part on."""
     return torch.arange(like.numel(), dtype=like.dtype, device=like.device).cos().view(like.shape)
 
 
@@ -159,7 +159,7 @@ def _close(found: Any, expected: Any) -> bool:
         (float((a - b).nan_to_num().norm()), float(b.nan_to_num().norm()), torch.finfo(b.dtype).eps) for a, b in real
     ]
     total = sum(size for _, size, _ in compared)
-    # What is zero but for rounding is not compared with itself.
+    # A tensor that is zero but for rounding is measured against all tensors together.
     return all(error <= eps**0.5 * max(size, 1e-3 * total) for error, size, eps in compared)
 
 

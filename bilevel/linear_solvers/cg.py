@@ -7,6 +7,7 @@ from typing import ClassVar, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from bilevel.linear_solvers.base import Operator, norm
 from bilevel.linear_solvers.iterative import Iterative, Run
@@ -44,6 +45,7 @@ class CG(Iterative):
 
     advice: ClassVar[str] = "raise max_steps, add damping, or set rtol=0 to ask for a truncated solution."
 
+    @override
     def _run(self, operator: Operator, b: Tensor, target: Tensor, max_steps: int) -> Run:
         x, r, p = torch.zeros_like(b), b, b.clone()
         rr = pp = r @ r
@@ -56,10 +58,10 @@ class CG(Iterative):
             product = operator(p)
             bend = p @ product
             if step == 0:
-                # A Rayleigh quotient too, along the root of the matrix times p: closer to the largest eigenvalue.
+                # The Rayleigh quotient of sqrt(A) p: closer to the largest eigenvalue than that of p.
                 length = norm(product)
                 largest = (length / bend.abs() * length).nan_to_num()
-            # What rounding puts into a residual without curvature gives it some: the square of its share.
+            # Rounding makes up a share eps / |r| of a residual. Its curvature is then wrong by that share, squared.
             rounding = torch.clamp((3 * operator.eps) ** 2 / rr, min=10 * operator.eps)
             flat = active & (bend <= rounding * largest * pp)
             value = torch.where(flat, bend / pp, value)
@@ -70,14 +72,15 @@ class CG(Iterative):
             before, rr = rr, r @ r
             beta = torch.where(active, rr / before, 0.0)
             p = torch.addcmul(r, p, beta)
-            # A residual is orthogonal to the one before and to the last direction, so that p·p and the quotient above
-            # follow without a pass over the vectors. Both are used only while active, when alpha is not zero.
+            # A residual is orthogonal to the one before and to the last direction. So p·p and the quotient above
+            # need no pass over the vectors. Both are used only while active, when alpha is not zero.
             pp = torch.addcmul(rr, beta.square(), pp)
             largest = torch.maximum(largest, (1 + beta) / alpha)
             steps = steps + active
         # A residual at rounding level is a solution, whatever the curvature of what is left.
         return Run(x, rr.sqrt(), steps, (broken & (rr > operator.eps)).to(x.dtype), value)
 
+    @override
     def _failure(self, step: int, value: float) -> str:
         cause = "nearly singular in this precision" if value > 0 else "singular or indefinite"
         return (

@@ -8,6 +8,7 @@ from typing import final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from bilevel.linear_solvers.base import (
     ConvergenceWarning,
@@ -54,6 +55,7 @@ class Exact(LinearSolver):
         check_number(self, "damping", self.damping, above=0, or_equal=True)
         check_count(self, "max_size", self.max_size)
 
+    @override
     def _solve(self, matvec: Matvec, v: Tensor, x0: Tensor | None) -> Solve:
         operator = Operator(matvec, v.dtype, self.damping)
         size = v.numel()

@@ -7,6 +7,7 @@ from typing import final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from bilevel.linear_solvers.base import (
     LinearSolver,
@@ -48,26 +49,16 @@ class Identity(LinearSolver):
         """Check the settings."""
         check_number(self, "scale", self.scale, above=0, or_equal=False)
 
+    @override
     def __call__(self, matvec: Matvec, v: Tensor, x0: Tensor | None = None) -> Tensor:
-        r"""Multiply by :math:`\alpha`.
-
-        Args:
-            matvec: Not used.
-            v: The right-hand side, shape ``(m,)``.
-            x0: Not used.
-
-        Returns:
-            The vector u, without an autograd graph.
-
-        Raises:
-            LinearSolverError: If it is not finite.
-        """
+        r"""Multiply by :math:`\alpha`, without a product; a result that is not finite raises."""
         check_system(matvec, v, x0)
         solution = self.scale * v.detach()
         if not bool(solution.isfinite().all()):
             raise LinearSolverError("Identity: v is not finite: look for NaN or overflow in the outer loss.")
         return solution
 
+    @override
     def _solve(self, matvec: Matvec, v: Tensor, x0: Tensor | None) -> Solve:
         operator = Operator(matvec, v.dtype, 0.0)
         v = v.to(torch.promote_types(v.dtype, torch.float32))

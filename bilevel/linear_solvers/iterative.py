@@ -1,4 +1,4 @@
-"""What the iterative solvers share: warm start, scaling, the true residual, restarts, and what to say on failure."""
+"""What the iterative solvers share: warm start, scaling, the true residual, restarts and messages."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from bilevel.linear_solvers.base import (
     ConvergenceWarning,
@@ -35,10 +36,10 @@ class Run(NamedTuple):
 
     Attributes:
         x: The solution for a right-hand side of norm one.
-        remaining: The norm of its residual, as the recursion believes.
+        remaining: The norm of its residual according to the recursion.
         steps: How many steps changed it.
         failed: One if the iteration broke down, zero otherwise.
-        value: The quantity that says why.
+        value: The number that explains a failure.
     """
 
     x: Tensor
@@ -76,6 +77,7 @@ class Iterative(LinearSolver):
         check_number(self, "rtol", self.rtol, above=0, or_equal=True, advice=" Zero runs max_steps steps.")
         check_number(self, "damping", self.damping, above=0, or_equal=True)
 
+    @override
     def _solve(self, matvec: Matvec, v: Tensor, x0: Tensor | None) -> Solve:
         operator = Operator(matvec, v.dtype, self.damping)
         v = v.to(torch.promote_types(v.dtype, torch.float32))
@@ -118,7 +120,7 @@ class Iterative(LinearSolver):
     def _run(self, operator: Operator, b: Tensor, target: Tensor, max_steps: int) -> Run:
         """Solve for ``b``, of norm one or zero, from zero; may overwrite ``b``.
 
-        With ``rtol=0`` it must not read a tensor: it masks what a finished or broken iteration would still change.
+        With ``rtol=0`` it must not wait for the device, so it cannot stop early. It masks the later steps instead.
         """
 
     @abstractmethod

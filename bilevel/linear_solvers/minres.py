@@ -7,6 +7,7 @@ from typing import ClassVar, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from bilevel.linear_solvers.base import Operator, norm
 from bilevel.linear_solvers.iterative import Iterative, Run
@@ -43,6 +44,7 @@ class MINRES(Iterative):
 
     advice: ClassVar[str] = "raise max_steps, add damping, or set rtol=0 to ask for a truncated solution."
 
+    @override
     def _run(self, operator: Operator, b: Tensor, target: Tensor, max_steps: int) -> Run:
         x, q, older = torch.zeros_like(b), b, torch.zeros_like(b)
         w, w_older = torch.zeros_like(b), torch.zeros_like(b)
@@ -79,6 +81,7 @@ class MINRES(Iterative):
             older, q = q, u / beta
         return Run(x, remaining, steps, failed, value)
 
+    @override
     def _failure(self, step: int, value: float) -> str:
         return (
             f"the matrix is singular, or nearly so in this precision, and v is not in its range: after {step} steps "

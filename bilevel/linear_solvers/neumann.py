@@ -7,6 +7,7 @@ from typing import ClassVar, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from bilevel.linear_solvers.base import Operator, check_number, norm
 from bilevel.linear_solvers.iterative import Iterative, Run, probe
@@ -46,24 +47,26 @@ class Neumann(Iterative):
 
     advice: ClassVar[str] = "raise max_steps (the series is slow for ill-conditioned matrices), add damping, or use CG."
 
+    @override
     def __post_init__(self) -> None:
-        """Check the settings."""
+        """Check ``scale`` as well."""
         super().__post_init__()
         if self.scale is not None:
             check_number(self, "scale", self.scale, above=0, or_equal=False, advice=" None estimates it.")
 
+    @override
     def _run(self, operator: Operator, b: Tensor, target: Tensor, max_steps: int) -> Run:
         scale = _estimate(operator, b) if self.scale is None else torch.full_like(target, self.scale)
         x, r, size = torch.zeros_like(b), b, norm(b)
         steps = value = torch.zeros_like(size)
-        # An infinite scale is that of a zero matrix.
+        # A zero matrix has an infinite scale.
         zero = (size > 0) & scale.isinf()
         active = ~zero
         rounding = torch.full_like(size, 100 * operator.eps)
         for step in range(max_steps):
             if step > 0:
                 r = b - operator(x)
-                # The sum of the residuals so far bounds |x| / scale, and what x loses by rounding.
+                # The sum of the residuals so far bounds |x| / scale, and so the rounding error of x.
                 rounding = torch.add(rounding, size, alpha=100 * operator.eps)
                 # Residuals are at most of length one until the series diverges: no need of the safe norm.
                 before, size = size, torch.linalg.vector_norm(r)
@@ -75,10 +78,11 @@ class Neumann(Iterative):
             if self.rtol > 0 and bool(~active | (size <= target)):
                 break
             x = torch.addcmul(x, r, torch.where(active, scale, 0.0))
-            r = b  # lets go of the residual while the next product needs memory
+            r = b  # frees the residual before the next product
             steps = steps + active
         return Run(x, size, steps, (zero | (value > 0)).to(b.dtype), value)
 
+    @override
     def _failure(self, step: int, value: float) -> str:
         if value == 0:
             return "the matrix is zero, as far as products with it can tell. Add damping."
@@ -92,7 +96,7 @@ class Neumann(Iterative):
 def _estimate(operator: Operator, b: Tensor) -> Tensor:
     """The inverse of the largest eigenvalue, a little less to be safe."""
     q = probe(b)
-    # Towards b rather than away from it: the sum cannot vanish.
+    # The sign keeps the sum from vanishing.
     q = q + torch.where(q @ b < 0, -1.0, 1.0) * b
     length = norm(q)
     for _ in range(POWER_STEPS + 1):

@@ -7,6 +7,7 @@ from typing import final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from bilevel.linear_solvers.base import (
     LinearSolver,
@@ -70,6 +71,7 @@ class Nystrom(LinearSolver):
             self, "damping", self.damping, above=0, or_equal=False, advice=" A low-rank matrix is singular without it."
         )
 
+    @override
     def _solve(self, matvec: Matvec, v: Tensor, x0: Tensor | None) -> Solve:
         plain, damped = Operator(matvec, v.dtype, 0.0), Operator(matvec, v.dtype, self.damping)
         v = v.to(torch.promote_types(v.dtype, torch.float32))
@@ -93,7 +95,7 @@ class Nystrom(LinearSolver):
             )
         inside = basis.T @ v
         rest = v - basis @ inside
-        # Once more: what rounding left inside would be multiplied by 1 / damping.
+        # Project twice: 1 / damping would magnify what rounding left inside.
         rest = rest - basis @ (basis.T @ rest)
         x = basis @ (inside / (theta + self.damping)) + rest / self.damping
         return Solve(x, ratio(norm(v - damped(x)), norm(v)), rank)

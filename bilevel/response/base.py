@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from bilevel.hyper import Scale
 from bilevel.problem import Loss, Model, Problem, Variables
@@ -40,9 +41,9 @@ class Steps(NamedTuple):
     """Inner steps that a response made itself.
 
     Attributes:
-        losses: The inner loss before each.
-        norms: The norm of its gradient.
-        aux: What the inner loss returned beside its value at the last one.
+        losses: The inner loss before each step.
+        norms: The norm of its gradient before clipping.
+        aux: What the inner loss returned beside its value at the last step.
     """
 
     losses: Tensor
@@ -61,15 +62,15 @@ class BestResponse(nn.Module, ABC):
         inner: Weights and buffers, started at those of the problem.
         scale: The perturbation scale, or None for a method that does not perturb.
         report: What the method says about its last hypergradient, as scalars by name.
-        unrolled_steps: How many inner steps :meth:`forward` makes, each on a batch of its own: ``train_batch`` is then
-            a list of as many. Zero for methods that leave the training to inner steps.
+        unrolled_steps: How many inner steps :meth:`forward` makes. Each takes a batch of its own, so ``train_batch``
+            is then a list of as many. Zero for methods that leave all inner steps to the solver.
         restarts: Whether these steps forget what was trained before.
         steps: The steps that :meth:`forward` made last.
-        pure: Whether all that its methods read are its parameters and buffers, the problem and their arguments, but
-            not the training batch of :meth:`forward`, and all that they change are its buffers. Then the solver may
-            compile the steps around them.
-        can_compile: Whether the method knows how to compile what it does often.
-        compiles: Whether it should; set by the solver before :meth:`connect`.
+        pure: Whether the solver may compile the steps around its methods. They may then read only its parameters and
+            buffers, the problem and their arguments, and change only its buffers. :meth:`forward` may not read its
+            training batch.
+        can_compile: Whether the method can compile its own costly parts.
+        compiles: Whether it should do so; set by the solver before :meth:`connect`.
     """
 
     report: dict[str, Tensor]
@@ -104,6 +105,7 @@ class BestResponse(nn.Module, ABC):
         """
 
     @abstractmethod
+    @override
     def forward(self, hyper: Tensor, train_batch: Any = None, center: Tensor | None = None) -> Model:
         r"""The model at ``hyper``, differentiable in it.
 

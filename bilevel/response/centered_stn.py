@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from torch import Tensor
+from typing_extensions import override
 
 from bilevel.problem import Loss, Model, Problem
 from bilevel.response.hypernetwork import Hypernetwork, HypernetworkResponse
@@ -39,25 +40,16 @@ class CenteredSTN(Hypernetwork):
 
     objective: str = "centered"
 
+    @override
     def __post_init__(self) -> None:
-        """Check the settings.
-
-        Raises:
-            ValueError: If one is out of range.
-        """
+        """Check ``objective`` as well."""
         super().__post_init__()
         if self.objective not in ("centered", "stn"):
             raise ValueError(f"CenteredSTN: objective must be 'centered' or 'stn', got {self.objective!r}.")
 
+    @override
     def bind(self, problem: Problem) -> CenteredResponse:
-        """Create the response.
-
-        Args:
-            problem: What it responds to.
-
-        Returns:
-            A response of the problem's weights, with zero slopes.
-        """
+        """A response that starts with zero slopes."""
         return CenteredResponse(problem, self)
 
 
@@ -70,16 +62,9 @@ class CenteredResponse(HypernetworkResponse):
         super().__init__(problem, settings)
         self.objective = settings.objective
 
+    @override
     def inner_loss(self, hyper: Tensor, batch: Any) -> Iterator[Loss]:
-        r"""The unperturbed loss for :math:`w_0`, then the perturbed one for :math:`\Theta`.
-
-        Args:
-            hyper: The current hyperparameters.
-            batch: For the inner loss.
-
-        Yields:
-            The two losses; with ``objective="stn"`` one perturbed loss for both parts.
-        """
+        r"""The unperturbed loss, then the perturbed one for :math:`\Theta`; only the latter if ``objective="stn"``."""
         if self.objective == "stn":
             noise = self.perturbation(batch)
             yield self.problem.inner_loss(self.affine(noise, update_buffers=True), hyper + noise, batch)
@@ -88,15 +73,7 @@ class CenteredResponse(HypernetworkResponse):
         noise = self.perturbation(batch)
         yield self.problem.inner_loss(self.affine(noise, freeze_weights=True), hyper + noise, batch)
 
+    @override
     def forward(self, hyper: Tensor, train_batch: Any = None, center: Tensor | None = None) -> Model:
-        r"""The model with weights :math:`w_0 + \Theta (\lambda - \lambda_0)`.
-
-        Args:
-            hyper: Shape ``(h,)``.
-            train_batch: Not used.
-            center: :math:`\lambda_0`; ``hyper`` itself by default.
-
-        Returns:
-            The model.
-        """
+        r"""The model with weights :math:`w_0 + \Theta (\lambda - \lambda_0)`."""
         return self.affine(hyper - (hyper.detach() if center is None else center))

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, final
 
 from torch import Tensor, nn
 from torch.func import functional_call
+from typing_extensions import override
 
 from bilevel.compilation import Later, Staged
 from bilevel.problem import Variables
@@ -38,7 +39,7 @@ class Products(NamedTuple):
 
 @final
 class CompiledCurvature:
-    """Makes the products of a curvature without making its graph anew at every point."""
+    """Makes the products of a curvature from a graph that is compiled once and serves at every point."""
 
     def __init__(self, kind: type[Curvature], inner: Variables) -> None:
         """Compile this kind of curvature at the first call."""
@@ -79,13 +80,14 @@ def _only(tensors: Sequence[Tensor | None]) -> Tensor:
 
 
 class _Builder(nn.Module):
-    """Gives a curvature the weights and buffers that :func:`functional_call` is given."""
+    """Builds a curvature from the weights and buffers that :func:`functional_call` puts in place."""
 
     def __init__(self, kind: type[Curvature], inner: Variables) -> None:
         super().__init__()
         self.kind = kind
         self.inner = inner
 
+    @override
     def forward(self, hyper: Tensor, batch: Any) -> Curvature:
-        # What the check reads are values, which a trace does not have.
+        # The check reads the values of tensors. A trace has none.
         return self.kind(self.inner, hyper, batch, check=False)

@@ -14,6 +14,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from typing_extensions import override
 
 from bilevel.autodiff import map_tensors, vjp
 from bilevel.hyper import Named
@@ -94,7 +95,7 @@ class Curvature(ABC):
         with torch.enable_grad():
             dummies = [torch.zeros_like(weight).requires_grad_() for weight in self.weights]
             transposed = vjp(self.gradient, leaves, dummies, create_graph=True, retain_graph=True)
-        # The transposed product is linear in the dummies, so that its derivative in them is the product itself.
+        # The transposed product is linear in the dummies, so its derivative in them is the product itself.
         return flatten(_zeros_for_none(vjp(transposed, dummies, unflatten(vector, leaves), retain_graph=True), dummies))
 
 
@@ -102,15 +103,9 @@ class Curvature(ABC):
 class Hessian(Curvature):
     """The Hessian of the inner loss."""
 
+    @override
     def product(self, vector: Tensor) -> Tensor:
-        r"""The product :math:`\mathbf{H} p`.
-
-        Args:
-            vector: Shape ``(m,)``.
-
-        Returns:
-            A tensor of shape ``(m,)``.
-        """
+        r"""Differentiate the gradient, :math:`\mathbf{H} p = \nabla_w (p^\top \nabla_w \mathcal{L}_T)`."""
         parts = vjp(self.gradient, self.weights, unflatten(vector, self.weights), retain_graph=True)
         return flatten(_zeros_for_none(parts, self.weights))
 
@@ -148,7 +143,9 @@ class GaussNewton(Curvature):
             self.dummies = [torch.zeros_like(output).requires_grad_() for output in self.outputs]
             self.transposed = vjp(self.outputs, self.weights, self.dummies, create_graph=True, retain_graph=True)
 
+    @override
     def _model(self, inner: Variables) -> Model:
+        """Gates behind the outputs and the weights, so that the graphs of network and loss can be cut apart."""
         self.read = [self.gate(weight) for weight in self.weights]
         names, predict = list(inner.params()), inner.predictor()
 
@@ -157,7 +154,7 @@ class GaussNewton(Curvature):
                 return output
             self.outputs.append(output)
             self.seen.append(self.gate(output))
-            return self.seen[-1].clone()  # which the loss may change in place
+            return self.seen[-1].clone()  # a copy, since the loss may change it in place
 
         def call(*args: Any, **kwargs: Any) -> Any:
             if predict is None:
@@ -166,15 +163,9 @@ class GaussNewton(Curvature):
 
         return Model(dict(zip(names, self.read, strict=True)), None if predict is None else call)
 
+    @override
     def product(self, vector: Tensor) -> Tensor:
-        r"""The product :math:`\mathbf{G} p`.
-
-        Args:
-            vector: Shape ``(m,)``.
-
-        Returns:
-            A tensor of shape ``(m,)``.
-        """
+        r"""Three products in turn: with the Jacobian, with :math:`\nabla^2 \ell`, with the transposed Jacobian."""
         change = unflatten(vector, self.weights)
         along = _zeros_for_none(vjp(self.transposed, self.dummies, change, retain_graph=True), self.dummies)
         arguments = [*self.seen, *self.read]
@@ -185,7 +176,7 @@ class GaussNewton(Curvature):
 
 
 class _Gate:
-    """The identity, whose derivative is zero while it is closed: parts a graph in two and joins it again."""
+    """The identity. Its derivative is zero while it is closed, which cuts a graph in two."""
 
     def __init__(self) -> None:
         self.is_closed = False
@@ -205,11 +196,13 @@ class _Gate:
 
 class _Pass(torch.autograd.Function):
     @staticmethod
+    @override
     def forward(ctx: Any, tensor: Tensor, gate: _Gate) -> Tensor:
         ctx.gate = gate
         return tensor.view_as(tensor)
 
     @staticmethod
+    @override
     def backward(ctx: Any, *cotangents: Any) -> tuple[Tensor | None, None]:
         return None if ctx.gate.is_closed else cotangents[0], None
 

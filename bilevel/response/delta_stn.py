@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from torch import Tensor
+from typing_extensions import override
 
 from bilevel.problem import Loss, Model, Problem
 from bilevel.response.hypernetwork import Hypernetwork, HypernetworkResponse
@@ -37,15 +38,9 @@ class DeltaSTN(Hypernetwork):
         DeltaSTN(scale=1.0, entropy=0.001, perturb_outer=None, structure=None, perturb=None, max_gigabytes=4.0)
     """
 
+    @override
     def bind(self, problem: Problem) -> DeltaResponse:
-        """Create the response.
-
-        Args:
-            problem: What it responds to.
-
-        Returns:
-            A response of the problem's weights, with zero slopes.
-        """
+        """A response that starts with zero slopes."""
         return DeltaResponse(problem, self)
 
 
@@ -53,30 +48,15 @@ class DeltaSTN(Hypernetwork):
 class DeltaResponse(HypernetworkResponse):
     r"""The learned :math:`\theta = \{w_0, \Theta\}`."""
 
+    @override
     def inner_loss(self, hyper: Tensor, batch: Any) -> Iterator[Loss]:
-        r"""The unperturbed loss for :math:`w_0`, then the perturbed and linearised one for :math:`\Theta`.
-
-        Args:
-            hyper: The current hyperparameters.
-            batch: For the inner loss.
-
-        Yields:
-            The two losses.
-        """
+        r"""The unperturbed loss for :math:`w_0`, then the perturbed and linearised one for :math:`\Theta`."""
         yield self.problem.inner_loss(self.inner.model(self.inner.params(), update_buffers=True), hyper, batch)
         noise = self.perturbation(batch)
         response = self.affine(noise, freeze_weights=True, linearized=True)
         yield self.problem.inner_loss(response, hyper + noise, batch)
 
+    @override
     def forward(self, hyper: Tensor, train_batch: Any = None, center: Tensor | None = None) -> Model:
-        r"""The model with weights :math:`w_0 + \Theta (\lambda - \lambda_0)`, not linearised.
-
-        Args:
-            hyper: Shape ``(h,)``.
-            train_batch: Not used.
-            center: :math:`\lambda_0`; ``hyper`` itself by default.
-
-        Returns:
-            The model.
-        """
+        r"""The model with weights :math:`w_0 + \Theta (\lambda - \lambda_0)`, not linearised."""
         return self.affine(hyper - (hyper.detach() if center is None else center))

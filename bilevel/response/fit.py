@@ -1,4 +1,4 @@
-"""Does a method that differentiates the inner loss fit the problem? Asked before work starts."""
+"""Checks, before work starts, that a method which differentiates the inner loss fits the problem."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def check_continuous(problem: Problem, family: str) -> None:
     """Refuse integers.
 
     Raises:
-        ValueError: If a hyperparameter is one.
+        ValueError: If a hyperparameter is an integer.
     """
     for name, entry in problem.space.hyper.items():
         if entry.discrete:
@@ -20,16 +20,16 @@ def check_continuous(problem: Problem, family: str) -> None:
 
 
 def check_dependence(curvature: Curvature, problem: Problem, family: str, *, start: bool = False) -> None:
-    """Refuse what has no second derivative, and hyperparameters on which the training does not depend.
+    """Refuse a loss without second derivatives, and hyperparameters on which training does not depend.
 
     Args:
-        curvature: Of the inner loss.
+        curvature: Of the inner loss, on the first batch.
         problem: The problem.
-        family: What to call the method.
-        start: Whether it counts if the start of the training depends on a hyperparameter.
+        family: What to call the method in a message.
+        start: Whether the method also differentiates the start of the training, ``Problem(initial=...)``.
 
     Raises:
-        ValueError: If there is such a hyperparameter.
+        ValueError: If training does not depend on a hyperparameter in a way that the method differentiates.
     """
     ones = torch.ones(sum(weight.numel() for weight in curvature.weights)).to(curvature.weights[0])
     curvature.product(ones)
@@ -39,15 +39,15 @@ def check_dependence(curvature: Curvature, problem: Problem, family: str, *, sta
             continue
         if name in begun:
             raise ValueError(
-                f"{family} cannot tune hyper[{name!r}]: training depends on it through initial only, which nothing but "
-                "Unrolled(restart=True) without truncate differentiates."
+                f"{family} cannot tune hyper[{name!r}]: training depends on it through initial only. Of all methods, "
+                "only Unrolled(restart=True) without truncate differentiates that."
             )
         raise ValueError(
             _misfit(
                 family,
                 name,
-                "the gradient of inner_loss has no derivative in it (as with a random mask) on the first batch; one "
-                "that only outer_loss reads cannot be tuned so either",
+                "the gradient of inner_loss has no derivative in it (as with a random mask) on the first batch. A "
+                "hyperparameter that only outer_loss reads is refused for the same reason",
             )
         )
 

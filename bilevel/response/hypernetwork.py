@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from typing_extensions import override
 
 from bilevel.autodiff import linearize
 from bilevel.hyper import Scale
@@ -32,10 +33,9 @@ class Hypernetwork(Method):
             :math:`\lambda`; ``"dense"``, the full Jacobian; ``"none"``. A mapping chooses by pattern of the name, as in
             ``{"head.*": "dense", "*.bias": "none"}``; what it does not name is ``"rowwise"``. None is ``"rowwise"`` for
             a network and ``"dense"`` for a mapping of tensors.
-        perturb: ``"example"`` draws a perturbation for each example of a batch, so that hyperparameters reach the inner
-            loss with shape ``(B, *shape)``; it needs a network whose weights respond by rows or not at all.
-            ``"batch"`` draws one for all, and works for any network and loss. None is ``"example"`` where weights and
-            batches allow it.
+        perturb: ``"example"`` draws a perturbation for each example of a batch. Hyperparameters then reach the inner
+            loss with shape ``(B, *shape)``, and the weights must respond by rows or not at all. ``"batch"`` draws one
+            for all, and works for any network and loss. None is ``"example"`` where weights and batches allow it.
         max_gigabytes: Refuse a dense response that takes more memory.
     """
 
@@ -107,15 +107,9 @@ class HypernetworkResponse(BestResponse):
         """
         return self.scale.sample(self._examples(batch)).detach()
 
+    @override
     def outer_perturbation(self, batch: Any) -> Tensor | None:
-        """The same for the outer loss, differentiable in the scale.
-
-        Args:
-            batch: Of the outer loss.
-
-        Returns:
-            None if the outer loss is not perturbed.
-        """
+        r"""Draw :math:`\epsilon` differentiably in :math:`\sigma`; None if the outer loss is not perturbed."""
         return self.scale.sample(self._examples(batch)) if self.scale.perturb_outer else None
 
     def affine(
@@ -181,10 +175,10 @@ def _first_norm(module: nn.Module) -> str | None:
 
 
 def _without_input_gradients(norm: str, predict: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse derivatives in the input through that norm."""
+    """Refuse inputs that require gradients, which that norm would compute wrongly."""
 
     def checked(*args: Any, **kwargs: Any) -> Any:
-        inputs = pytree.tree_leaves((args[1:], kwargs))  # the first one are the weights
+        inputs = pytree.tree_leaves((args[1:], kwargs))  # args[0] holds the weights
         if any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
             raise NotImplementedError(
                 f"the inner loss differentiates model(x) with respect to x, through the norm {norm!r}: in the forward "

@@ -19,6 +19,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from bilevel.linear_solvers import CG, LinearSolver
 from bilevel.problem import Loss, Model, Problem
@@ -39,7 +40,7 @@ class Implicit(Method):
 
     The hypergradient is exact where the weights minimise the inner loss and the solver converges. It needs no response
     to be learned and works for any number of hyperparameters. A product costs a backward pass through the gradient.
-    It cannot tune what the inner loss does not depend on differentiably: dropout rates, integers.
+    It cannot tune a hyperparameter in which the inner loss has no derivative, such as a dropout rate or an integer.
 
     Attributes:
         linear_solver: Approximates :math:`\mathbf{H}^{-1} u`.
@@ -60,8 +61,8 @@ class Implicit(Method):
         """Check the settings.
 
         Raises:
-            TypeError: If the linear solver is none.
-            ValueError: If the curvature is unknown.
+            TypeError: If ``linear_solver`` is not a linear solver.
+            ValueError: If another setting is out of range.
         """
         if not isinstance(self.linear_solver, LinearSolver):
             raise TypeError(
@@ -72,15 +73,9 @@ class Implicit(Method):
         if not isinstance(self.warm_start, bool):
             raise ValueError(f"Implicit: warm_start must be True or False, got {self.warm_start!r}.")
 
+    @override
     def bind(self, problem: Problem) -> ImplicitResponse:
-        """Create the response.
-
-        Args:
-            problem: What it responds to.
-
-        Returns:
-            A response of the problem's weights.
-        """
+        """Refuse integers, then start at the weights of the problem."""
         check_continuous(problem, FAMILY)
         return ImplicitResponse(problem, self)
 
@@ -101,63 +96,37 @@ class ImplicitResponse(BestResponse):
         self._checked = False
         self._compiled: CompiledCurvature | None = None
 
+    @override
     def connect(self, optimizer: Optimizer, clip: float | None) -> None:
-        """Compile the products if asked to.
-
-        Args:
-            optimizer: Not used.
-            clip: Not used.
-        """
+        """Compile the products if ``compiles`` is set; the optimizer is not used."""
         if self.compiles:
             self._compiled = CompiledCurvature(CURVATURES[self.settings.curvature], self.inner)
 
+    @override
     def inner_loss(self, hyper: Tensor, batch: Any) -> Iterator[Loss]:
-        r"""The inner loss of the weights, :math:`\mathcal{L}_T(\lambda, w)`.
-
-        Args:
-            hyper: The current hyperparameters.
-            batch: For the inner loss.
-
-        Yields:
-            One loss.
-        """
+        r"""The inner loss of the weights, :math:`\mathcal{L}_T(\lambda, w)`; the first call checks the problem."""
         if not self._checked:
-            with Stream.current(self.problem.device)():  # leaves the random numbers to the training
+            with Stream.current(self.problem.device)():  # the check must not use up random numbers
                 self._check_fit(self._curvature(hyper, batch))
         yield self.problem.inner_loss(self.inner.model(self.inner.params(), update_buffers=True), hyper, batch)
 
+    @override
     def forward(self, hyper: Tensor, train_batch: Any = None, center: Tensor | None = None) -> Model:
-        """The model at the current weights; differentiating it solves the linear system.
-
-        Args:
-            hyper: Shape ``(h,)``.
-            train_batch: Of the inner loss in the linear system; may differ from that of the inner steps.
-            center: Not used.
-
-        Returns:
-            The model.
-        """
+        """The model at the current weights; differentiating it solves the linear system on ``train_batch``."""
         weights = [weight.detach() for weight in self.inner.params().values()]
         values = weights
         if hyper.requires_grad:
             values = _Response.apply(self, train_batch, hyper, *weights)  # type: ignore[no-untyped-call]
         return self.inner.model(dict(zip(self.inner.params(), values, strict=True)))
 
+    @override
     def jvp(self, hyper: Tensor, tangent: Tensor, train_batch: Any = None) -> dict[str, Tensor]:
-        r"""The product :math:`-\mathbf{H}^{-1} \frac{\partial^2 \mathcal{L}_T}{\partial w\,\partial \lambda} v`.
-
-        Args:
-            hyper: Shape ``(h,)``.
-            tangent: The direction v, shape ``(h,)``.
-            train_batch: As in :meth:`forward`.
-
-        Returns:
-            One tensor per parameter, of its shape.
-        """
+        r"""The product :math:`-\mathbf{H}^{-1} \frac{\partial^2 \mathcal{L}_T}{\partial w\,\partial \lambda} v`."""
         curvature = self._curvature(hyper, train_batch)
         solution = self.settings.linear_solver(curvature.product, -curvature.cross_jvp(tangent))
         return dict(zip(self.inner.params(), unflatten(solution, curvature.weights), strict=True))
 
+    @override
     def commit(self) -> None:
         """Keep the solution of this outer step as the guess of the next one."""
         if self.settings.warm_start:
@@ -189,7 +158,7 @@ class ImplicitResponse(BestResponse):
                 self._check_fit(curvature)
             return curvature
         if not self._checked:
-            with Stream.current(self.problem.device)():  # leaves the random numbers to the compiled one
+            with Stream.current(self.problem.device)():  # the check must not use up random numbers
                 self._check_fit(self._curvature(hyper, batch))
         return self._compiled(hyper, batch)
 
@@ -205,6 +174,7 @@ class _Response(torch.autograd.Function):
     """The weights as a function of λ, whose derivative is that of the implicit function theorem."""
 
     @staticmethod
+    @override
     def forward(
         ctx: Any, response: ImplicitResponse, batch: Any, hyper: Tensor, *weights: Tensor
     ) -> tuple[Tensor, ...]:
@@ -213,6 +183,7 @@ class _Response(torch.autograd.Function):
         return tuple(weight.view_as(weight) for weight in weights)
 
     @staticmethod
+    @override
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
         (hyper,) = ctx.saved_tensors

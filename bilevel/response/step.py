@@ -26,7 +26,7 @@ from bilevel.problem import Loss, Variables
 Tangent = list[Tensor | None]
 """One tensor for each of :meth:`Point.variables`; None stands for zero."""
 Cotangent = list[Tensor | None]
-"""The same."""
+"""Likewise: one tensor for each of :meth:`Point.variables`; None stands for zero."""
 
 
 class Point(NamedTuple):
@@ -96,8 +96,7 @@ class Made(NamedTuple):
 class Step:
     """A step of training in three ways: alone, to be pulled back, to be pushed forward.
 
-    The latter two are stages in the sense of ``bilevel.compilation``: functions of nothing but what they are given.
-    ``settings`` are those of the optimizer, one dict per group; None for its current ones.
+    :meth:`record` and :meth:`push` are stages of ``bilevel.compilation``: they read nothing but their arguments.
 
     Attributes:
         inner: The network.
@@ -113,7 +112,7 @@ class Step:
 
     @contextmanager
     def guarded(self) -> Generator[None]:
-        """Enter this around steps: once for all of them, since it takes as long as a part of a small one."""
+        """Enter this around steps. Enter it once for all of them, because entering takes time."""
         # The fused attention kernels have no second derivative; the plain one has.
         with sdpa_kernel(SDPBackend.MATH), self.inner.problem.differentiating():
             yield
@@ -142,7 +141,7 @@ class Step:
             batch: For the inner loss.
 
         Returns:
-            What it made; its point with the graph so far.
+            What it made. Its point keeps the graph so far.
         """
         slopes, buffers, loss = self._slopes(hyper, point, batch, point.weights)
         with torch.enable_grad():
@@ -158,11 +157,11 @@ class Step:
             hyper: Shape ``(h,)``.
             point: Where to start.
             batch: For the inner loss.
-            settings: See above.
+            settings: Of the optimizer, one dict per group; None for its current ones.
 
         Returns:
-            What it made; and, to come, the cotangents of the old variables and of the hyperparameters, from those of
-            the new variables.
+            What it made, and one later part. That part maps the cotangents of the new variables to those of the old
+            variables and of the hyperparameters.
         """
         leaves, leaf = point.leaves(requires_grad=True), hyper.detach().requires_grad_()
         slopes, buffers, loss = self._slopes(leaf, leaves, batch, leaves.weights)
@@ -178,18 +177,18 @@ class Step:
 
         The derivative of the gradient along :math:`(\dot w, \dot\lambda)` is, by symmetry of second derivatives, the
         gradient in w of :math:`\dot w^\top \nabla_w \mathcal{L}_T + \dot\lambda^\top \nabla_\lambda \mathcal{L}_T`: one
-        backward pass through a graph that all tangents share. So is the derivative of :math:`\Phi`: its vector-Jacobian
-        product :math:`u \mapsto J^\top u` is linear, and that of it in u is :math:`J`.
+        backward pass through a graph that all tangents share. The derivative :math:`J` of :math:`\Phi` is applied
+        likewise: the map :math:`u \mapsto J^\top u` is linear, and a backward pass through it multiplies by :math:`J`.
 
         Args:
             hyper: Shape ``(h,)``.
             point: Where to start.
             batch: For the inner loss.
-            settings: See above.
+            settings: Of the optimizer, one dict per group; None for its current ones.
 
         Returns:
-            What it made; and, to come, the tangent of the new variables, from that of the old ones and of the
-            hyperparameters.
+            What it made, and one later part. That part maps the tangents of the old variables and of the
+            hyperparameters to those of the new variables.
         """
         leaves, leaf = point.leaves(requires_grad=True), hyper.detach().requires_grad_()
         slopes, buffers, loss = self._slopes(leaf, leaves, batch, [*leaves.weights, leaf])
@@ -217,7 +216,7 @@ class Step:
         named = dict(zip(problem.params, point.weights, strict=True))
         with torch.enable_grad():
             loss = problem.inner_loss(self.inner.model(named, buffers=buffers, update_buffers=True), hyper, batch)
-            # With a graph even where none is needed, so that a repeated step is the same to the last bit.
+            # Always with a graph, so that a repeated step is the same to the last bit.
             slopes = torch.autograd.grad(loss.value, inputs, create_graph=True, allow_unused=True)
         return [*slopes], buffers, loss
 

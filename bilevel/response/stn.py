@@ -15,6 +15,7 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from bilevel.problem import Loss, Model, Problem
 from bilevel.response.hypernetwork import Hypernetwork, HypernetworkResponse
@@ -38,15 +39,9 @@ class STN(Hypernetwork):
         STN(scale=0.5, entropy=None, perturb_outer=None, structure=None, perturb=None, max_gigabytes=4.0)
     """
 
+    @override
     def bind(self, problem: Problem) -> STNResponse:
-        """Create the response.
-
-        Args:
-            problem: What it responds to.
-
-        Returns:
-            A response of the problem's weights, with zero slopes.
-        """
+        """A response that starts with zero slopes."""
         return STNResponse(problem, self)
 
 
@@ -55,35 +50,20 @@ class STNResponse(HypernetworkResponse):
     r"""The learned :math:`\phi = \{\phi_0, \Phi\}`."""
 
     def __init__(self, problem: Problem, settings: STN) -> None:
-        r"""Start with no response, and with factors that suit :math:`\lambda` in place of a perturbation."""
+        r"""Start with no response, and with factors scaled for :math:`\lambda`, which replaces the perturbation."""
         super().__init__(problem, settings)
         if isinstance(self.theta, Theta):
             hyper = problem.initial_hyper()
             with torch.no_grad():
                 self.theta.rowwise.factor.mul_((len(hyper) / (len(hyper) + hyper.square().sum())).sqrt())
 
+    @override
     def inner_loss(self, hyper: Tensor, batch: Any) -> Iterator[Loss]:
-        r"""One term, :math:`\mathcal{L}_T(\lambda + \epsilon, r_\phi(\lambda + \epsilon))`, for both parts.
-
-        Args:
-            hyper: The current hyperparameters.
-            batch: For the inner loss.
-
-        Yields:
-            The perturbed loss.
-        """
+        r"""One term, :math:`\mathcal{L}_T(\lambda + \epsilon, r_\phi(\lambda + \epsilon))`, for both parts."""
         sample = hyper + self.perturbation(batch)
         yield self.problem.inner_loss(self.affine(sample, update_buffers=True), sample, batch)
 
+    @override
     def forward(self, hyper: Tensor, train_batch: Any = None, center: Tensor | None = None) -> Model:
-        r"""The model with weights :math:`\Phi \lambda + \phi_0`.
-
-        Args:
-            hyper: Shape ``(h,)``.
-            train_batch: Not used.
-            center: Not used.
-
-        Returns:
-            The model.
-        """
+        r"""The model with weights :math:`\Phi \lambda + \phi_0`; ``center`` plays no part."""
         return self.affine(hyper)

@@ -1,7 +1,6 @@
 r"""Steps of training, one after the other, that can be run, pulled back and pushed forward.
 
-Each has a graph of its own, from leaves to leaves, so that a long trajectory can be walked back one step at a time,
-whether its graphs were kept or are built again.
+A trajectory can be walked back through one graph of all steps, step by step, or by segments whose steps are repeated.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from bilevel.response.step import Cotangent, Made, Point, Step, Tangent
 from bilevel.rng import Stream
 
 Pull = Callable[[Cotangent, Tensor], tuple[Cotangent, Tensor]]
-"""From the cotangent of the new point to that of the old one; adds that of the hyperparameters to what it is given."""
+"""Maps the cotangent of the new point to that of the old one, and adds that of the hyperparameters to a total."""
 
 
 @final
@@ -28,7 +27,7 @@ class Trajectory:
 
     Attributes:
         step: Makes one.
-        compiled: What makes it instead, ``step.record`` or ``step.push`` compiled; None if nothing does.
+        compiled: ``step.record`` or ``step.push``, compiled, to make the steps with; None makes them uncompiled.
         losses: The inner loss at every step so far.
         norms: The norm of its gradient before clipping.
         aux: What the inner loss last returned beside its value.
@@ -56,7 +55,7 @@ class Trajectory:
         with self.step.guarded():
             for batch in batches:
                 if self._compiles and self.compiled is not None:
-                    # Not compiled once more without its derivative, which costs little if it is not asked for.
+                    # The step compiled with its derivative serves here too. A derivative that is not used costs little.
                     point, _ = self._make(self.compiled, hyper, point, batch)
                 else:
                     point = self._note(self.step.run(hyper, point, batch))
@@ -67,10 +66,10 @@ class Trajectory:
 
         Args:
             hyper: Shape ``(h,)``.
-            point: Where to start. If nothing there requires a gradient, its cotangent may be None throughout.
+            point: Where to start. Its cotangent may be None throughout if nothing there requires a gradient.
             batches: One per step.
-            segment: None keeps the graph of every step; a number keeps only every so many points, and repeats the steps
-                between when they are pulled back.
+            segment: None keeps the graph of every step. A number keeps one point per so many steps, and repeats the
+                steps between when they are pulled back.
 
         Returns:
             Where they lead, and the pull through all of them, which can be called once.
@@ -130,11 +129,11 @@ class Trajectory:
         with torch.enable_grad(), self.step.guarded():
             for batch in batches:
                 now = self._note(self.step.extend(last, now, batch))
-                # Hyperparameters pass through the steps too, so that their cotangent is summed up in the same order,
-                # to the last bit, whether the steps are walked back at once or segment by segment.
+                # Every step takes its own view of the hyperparameters. Their cotangent is then summed in the same
+                # order, to the last bit, whether the steps are walked back at once or segment by segment.
                 last = last.view_as(last)
         outputs = [*now.variables(), last]
-        # The first step is pulled back to its start only if that depends on something: a Hessian product less.
+        # A start that depends on nothing needs no cotangent. That saves a Hessian product.
         inputs = start.variables() if any(value.requires_grad for value in point.variables()) else []
 
         def pull(cotangent: Cotangent, total: Tensor) -> tuple[Cotangent, Tensor]:
@@ -162,7 +161,7 @@ class Trajectory:
             with stream():
                 again = Trajectory(self.step, self.compiled)
                 _, pull_again = again.record(hyper, point, batches, segment=None)
-            # Once a loss is NaN nothing can be compared, and it is reported anyway.
+            # NaN equals nothing, so such a loss cannot be compared. It is reported anyway.
             same = ((torch.stack(again.losses) == losses) | losses.isnan().any()).all()
             if same.device.type == "cpu" and not bool(same):
                 raise RuntimeError(
@@ -170,7 +169,7 @@ class Trajectory:
                     "numbers from torch's default generator and keep other changing values out, or use "
                     "checkpoint=False."
                 )
-            # Elsewhere asking would stall the device: NaN is noticed at the end of the outer step.
+            # On a GPU, reading the answer would make the host wait. NaN is noticed at the end of the outer step.
             return pull_again(cotangent, torch.where(same, total, torch.nan))
 
         return pull

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.optim import Optimizer
+from typing_extensions import override
 
 from bilevel.autodiff import vjp
 from bilevel.compilation import Staged
@@ -49,19 +50,19 @@ class Unrolled(Method):
 
     An outer step makes ``steps`` inner steps itself, each on a batch of its own, and keeps them: the weights and the
     state of the optimizer go on from there. Inner steps in between are possible but not needed.
-    It cannot tune what the inner loss does not depend on differentiably: dropout rates, integers.
+    It cannot tune a hyperparameter in which the inner loss has no derivative, such as a dropout rate or an integer.
 
     Attributes:
         steps: How many inner steps to differentiate, K.
-        truncate: Differentiate only the last so many of them, as if the weights before did not depend on
+        truncate: Differentiate only so many of them, the last ones. The weights before count as independent of
             :math:`\lambda` (Shaban et al. 2019). None differentiates all.
         mode: ``"reverse"`` needs the memory of all differentiated steps and works for any number of hyperparameters.
-            ``"forward"`` needs the memory of one step and of one copy of the weights per hyperparameter, and a Hessian
-            product per step and hyperparameter: for few hyperparameters and many steps.
-        checkpoint: In reverse mode, keep only every :math:`\sqrt{K}`-th state and repeat the steps between: the same
-            derivative, bit for bit, from memory for :math:`\sqrt{K}` steps and one more pass through each.
-        restart: Start every outer step from the start of the problem, ``Problem(initial=...)`` or else the weights it
-            was given, with a fresh optimizer.
+            ``"forward"`` is for few hyperparameters and many steps. It needs the memory of one step and of one copy of
+            the weights per hyperparameter, and a Hessian product per step and hyperparameter.
+        checkpoint: In reverse mode, keep only every :math:`\sqrt{K}`-th state and repeat the steps between. The
+            derivative is the same, bit for bit. It takes memory for :math:`\sqrt{K}` steps, and makes each step twice.
+        restart: Start every outer step from the start of the problem, with a fresh optimizer. The start is
+            ``Problem(initial=...)`` or else the weights that the problem was given.
 
     Example:
         >>> Unrolled(steps=20, truncate=5)
@@ -96,15 +97,9 @@ class Unrolled(Method):
                 "Unrolled: checkpoint=True is for mode='reverse'; mode='forward' keeps the memory of one step only."
             )
 
+    @override
     def bind(self, problem: Problem) -> UnrolledResponse:
-        """Create the response.
-
-        Args:
-            problem: What it responds to.
-
-        Returns:
-            A response of the problem's weights.
-        """
+        """Refuse integers and, in forward mode, too many hyperparameters; start at the weights of the problem."""
         check_continuous(problem, FAMILY)
         if self.mode == "forward":
             check_memory(problem.params, problem.space.size, 4.0, remedy="use mode='reverse'")
@@ -133,47 +128,28 @@ class UnrolledResponse(BestResponse):
     def _differentiated(self) -> int:
         return self.settings.truncate or self.settings.steps
 
+    @override
     def connect(self, optimizer: Optimizer, clip: float | None) -> None:
-        """Unroll the steps of this optimizer.
-
-        Args:
-            optimizer: Of the weights, as the user's factory made it.
-            clip: Largest norm of the inner gradient, or None.
-        """
+        """Unroll the steps of this optimizer, and compile them if ``compiles`` is set."""
         self._optimizer = DifferentiableOptimizer(optimizer, list(self.inner.weights))
         self._step = Step(self.inner, self._optimizer, clip)
         if self.compiles:
             stage = self._step.record if self.settings.mode == "reverse" else self._step.push
             self._compiled = Staged(stage, "the steps of unrolling")
 
+    @override
     def inner_loss(self, hyper: Tensor, batch: Any) -> Iterator[Loss]:
-        r"""The inner loss of the weights, :math:`\mathcal{L}_T(\lambda, w)`.
-
-        Args:
-            hyper: The current hyperparameters.
-            batch: For the inner loss.
-
-        Yields:
-            One loss.
-        """
+        r"""The inner loss of the weights, :math:`\mathcal{L}_T(\lambda, w)`; the first call checks the problem."""
         if not self._checked:
-            with Stream.current(self.problem.device)():  # leaves the random numbers to the training
+            with Stream.current(self.problem.device)():  # the check must not use up random numbers
                 whole = self.settings.restart and self._differentiated == self.settings.steps
                 check_dependence(Hessian(self.inner, hyper, batch), self.problem, FAMILY, start=whole)
             self._checked = True
         yield self.problem.inner_loss(self.inner.model(self.inner.params(), update_buffers=True), hyper, batch)
 
+    @override
     def forward(self, hyper: Tensor, train_batch: Any = None, center: Tensor | None = None) -> Model:
-        """The model after the unrolled steps; without batches, at the current weights.
-
-        Args:
-            hyper: Shape ``(h,)``.
-            train_batch: A list of batches, one per step.
-            center: Not used.
-
-        Returns:
-            The model.
-        """
+        """The model after the unrolled steps; without batches, at the current weights."""
         values: Sequence[Tensor]
         if train_batch is None:
             return self.inner.model({name: weight.detach() for name, weight in self.inner.params().items()})
@@ -191,17 +167,9 @@ class UnrolledResponse(BestResponse):
         buffers = None if self._end is None else self._end.buffers
         return self.inner.model(dict(zip(self.inner.params(), values, strict=True)), buffers=buffers)
 
+    @override
     def jvp(self, hyper: Tensor, tangent: Tensor, train_batch: Any = None) -> dict[str, Tensor]:
-        r"""The product :math:`\frac{\partial w_K}{\partial \lambda} v`, in forward mode whatever the setting.
-
-        Args:
-            hyper: Shape ``(h,)``.
-            tangent: The direction v, shape ``(h,)``.
-            train_batch: As in :meth:`forward`.
-
-        Returns:
-            One tensor per parameter, of its shape.
-        """
+        r"""The product :math:`\frac{\partial w_K}{\partial \lambda} v`, in forward mode whatever the setting."""
         if train_batch is None:
             return {name: torch.zeros_like(weight) for name, weight in self.inner.params().items()}
         tangents = self.push(hyper.detach(), train_batch, tangent[None])[1]
@@ -264,6 +232,7 @@ class UnrolledResponse(BestResponse):
 
         return self._finish(trajectory, end), pull_to_hyper
 
+    @override
     def commit(self) -> None:
         """Go on from the end of the unrolled steps."""
         if self._end is None or self._optimizer is None:
@@ -299,11 +268,13 @@ class _Attach(torch.autograd.Function):
     """Give weights the derivative that a function of their cotangents computes."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, pull: Any, hyper: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.pull = pull
         return tuple(weight.view_as(weight) for weight in weights)
 
     @staticmethod
+    @override
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
         return None, ctx.pull(cotangents), *[None] * len(cotangents)

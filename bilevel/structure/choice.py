@@ -7,6 +7,7 @@ from fnmatch import fnmatchcase
 from typing import final
 
 from torch import Tensor, nn
+from typing_extensions import override
 
 from bilevel.hyper import suggest
 from bilevel.responding import Rows
@@ -24,8 +25,8 @@ def choose(structure: Choice, names: list[str]) -> dict[str, str]:
 
     Args:
         structure: The name of a structure for all weights; or names of structures by pattern, such as
-            ``{"head.*": "dense", "embedding.weight": "none"}``. The first pattern that fits counts; a weight that none
-            fits is ``"rowwise"``.
+            ``{"head.*": "dense", "embedding.weight": "none"}``. The first pattern that fits counts; a weight that fits
+            none is ``"rowwise"``.
         names: Of the weights.
 
     Returns:
@@ -74,13 +75,14 @@ def make(params: Mapping[str, Tensor], kinds: Mapping[str, str], size: int, *, m
 
 @final
 class Theta(nn.Module):
-    r"""A response :math:`\Theta` by rows, and a dense one of some weights perhaps."""
+    r"""A response :math:`\Theta` by rows of some weights and, if chosen, a dense one of others."""
 
     def __init__(self, rowwise: Rowwise, dense: Dense | None) -> None:
         """Join the parts."""
         super().__init__()
         self.rowwise, self.dense = rowwise, dense
 
+    @override
     def forward(self, shift: Tensor) -> dict[str, Tensor]:
         r"""The change of the weights, :math:`\Theta \delta`.
 

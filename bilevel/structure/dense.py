@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 
 class Dense(nn.Module):
@@ -30,6 +31,7 @@ class Dense(nn.Module):
             for value in params.values()
         ])
 
+    @override
     def forward(self, shift: Tensor) -> dict[str, Tensor]:
         r"""The change of the weights, :math:`\Theta\,(\lambda - \lambda_0)`.
 

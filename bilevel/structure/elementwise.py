@@ -15,7 +15,7 @@ DIVISIONS = (torch.div, Tensor.div)
 
 @rule(torch.mul, Tensor.mul, *DIVISIONS)
 def scale(mode: Respond, function: Any, input: Any, other: Any) -> Tensor:
-    """A weight times a number or a mask is a weight again; times an activation, it scales each example by its own."""
+    """A weight times a number or a mask is a weight again; times an activation, it scales each example on its own."""
     if function in DIVISIONS and mode.responds(other):
         raise NotImplementedError(mode.refusal(mode.name(other), function, "as a divisor"))
     weight, x = (input, other) if mode.responds(input) else (other, input)
@@ -28,7 +28,7 @@ def scale(mode: Respond, function: Any, input: Any, other: Any) -> Tensor:
 
 @rule(torch.add, Tensor.add)
 def shift(mode: Respond, function: Any, input: Any, other: Any, *, alpha: float = 1) -> Tensor:
-    """A weight plus a number is a weight again; one that is added to an activation is for instance its position."""
+    """A weight plus a number is a weight again; plus an activation, such as a position, it shifts each example."""
     weight, x = (input, other) if mode.responds(input) else (other, input)
     if alpha != 1:
         raise NotImplementedError(mode.refusal(mode.name(weight), function, "with alpha"))
@@ -39,25 +39,25 @@ def shift(mode: Respond, function: Any, input: Any, other: Any, *, alpha: float 
 
 @rule(torch.sub, Tensor.sub)
 def difference(mode: Respond, function: Any, input: Any, other: Any, *, alpha: float = 1) -> Tensor:
-    """The sum with what is subtracted, negated."""
+    """The sum with the negative."""
     negative = copy(mode, torch.neg, other) if mode.responds(other) else -other
     return shift(mode, function, input, negative, alpha=alpha)
 
 
 @rule(torch.rsub, Tensor.__rsub__)
 def difference_from(mode: Respond, function: Any, input: Any, other: Any) -> Tensor:
-    """The same in the other order."""
+    """The difference in the other order."""
     return difference(mode, function, other, input)
 
 
 def _is_mask(mode: Respond, x: Tensor, weight: Tensor) -> bool:
-    """Whether it has the shape of the weight, and none for which it could be an activation."""
+    """Whether a tensor has the shape of the weight and cannot be an activation."""
     return x.shape == weight.shape and not (len(x) == mode.count and mode.spread(weight))
 
 
 def _elementwise(mode: Respond, function: Any, x: Tensor, weight: Tensor, *, times: bool) -> Tensor:
     x = mode.check(x, function, weight)
-    aligned = weight.ndim == x.ndim  # the dimension of the examples included
+    aligned = weight.ndim == x.ndim  # the weight has a dimension of examples too
     if weight.ndim > x.ndim or (aligned and not mode.spread(weight)):
         reason = f"on an input of shape {tuple(x.shape)}, whose dimension 0 it shares"
         raise ValueError(mode.refusal(mode.name(weight), function, reason))

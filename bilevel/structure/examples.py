@@ -1,4 +1,4 @@
-"""Whether row i of every activation that meets a responding weight belongs to example i."""
+"""Checks that row i of every activation that meets a responding weight belongs to example i."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ class Watched(Protocol):
 class Examples:
     """Remembers for which inputs dimension 0 of every activation is known to count the examples.
 
-    Passes in eval mode show it, in which other examples take the place of the first one, and of the first half. If row
-    i of an activation stays as it was although example i is another one, while a row changes whose example does not,
-    the network has moved the examples, as ``x.flip(0)`` does. This is looked at once for every kind of input. A network
-    that lets examples see each other, as ``x - x.mean(0)`` does, is none of these: row i still belongs to example i.
+    The network is run in eval mode as it is, then with the first example replaced, then with the first half. It has
+    moved the examples, as ``x.flip(0)`` does, if two things happen at once: a row stays the same although its example
+    was replaced, and a row changes although its example was not. This is checked once for every kind of input. A
+    network that lets examples see each other, as ``x - x.mean(0)`` does, passes: row i still belongs to example i.
 
-    If another dimension is as long as the batch, the examples may be there: for such shapes no row may change whose
-    example does not.
+    If another dimension is as long as the batch, the examples may lie along that one. For such shapes no row may change
+    unless its example was replaced.
 
-    A permutation that keeps the first example and the first half where they are goes unnoticed, and so does one that
+    Two mistakes go unnoticed: a permutation that keeps the first example and the first half in place, and one that
     happens in train mode only.
     """
 
@@ -54,7 +54,7 @@ class Examples:
             strict: Whether another dimension is as long as the batch.
 
         Raises:
-            ValueError: If it does.
+            ValueError: If row i belongs to another example.
         """
         leaves, spec = pytree.tree_flatten((args, kwargs))
         shapes = tuple(leaf.shape if isinstance(leaf, Tensor) else None for leaf in leaves)
@@ -85,7 +85,7 @@ class Examples:
 
 
 def _replace(leaf: Any, first: int, count: int) -> Any:
-    """Put other examples in the place of the first ones, such that differ from them if there are some."""
+    """Replace the first examples by others of the batch, different ones if there are any."""
     if not _has_examples(leaf, count):
         return leaf
     differs = (leaf != leaf[:1]).reshape(count, -1).any(1)
@@ -94,7 +94,7 @@ def _replace(leaf: Any, first: int, count: int) -> Any:
 
 
 def _differs(leaves: list[Any], changed: list[Any], count: int) -> Tensor:
-    """Which examples are others now."""
+    """Which examples were replaced by different ones."""
     touched = torch.zeros(count, dtype=torch.bool)
     for leaf, other in zip(leaves, changed, strict=True):
         if _has_examples(leaf, count):

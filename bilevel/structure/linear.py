@@ -28,13 +28,13 @@ def bilinear(
     """An operation ``op(x, weight, bias)``, linear in x and in the weight.
 
     Args:
-        mode: That sees it.
+        mode: The active mode.
         function: As the network calls it.
         op: The operation.
         x: Its input.
-        weight: Whose rows are output units, which scale the output, or input units, which scale the input.
+        weight: Its rows are output units, which scale the output, or input units, which scale the input.
         bias: With one entry per output unit.
-        axis: Of the units in the input and in the output.
+        axis: Dimension of the units in the input and in the output.
         out: Dimension of the output units in the weight.
         into: Dimension of the input units in the weight.
 
@@ -114,7 +114,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """A row is the vector of a token; without a dimension of examples, as for positions, it is a choice of rows."""
+    """A row is the vector of a token. Indices without a dimension of examples, such as positions, choose rows."""
     rows = mode.rows(weight, function)
     if rows is None or max_norm is not None or sparse:
         reason = "as other than the table, with max_norm or with sparse gradients"
@@ -127,7 +127,7 @@ def embedding(
     else:
         mode.check(input, function, weight)
         factor = rows.factor.gather(1, input.reshape(mode.count, -1)).reshape(*input.shape, 1)
-    if padding_idx is not None:  # whose vector gets no gradient, and so none of its response
+    if padding_idx is not None:  # its vector gets no gradient, so neither does its response
         padded = (input == padding_idx % len(weight))[..., None]
         factor = torch.where(padded, factor.detach(), factor)
     return mode.register(vectors, weight, template, factor) if chosen else mode.join(vectors, factor * template)

@@ -21,16 +21,16 @@ VIEWS = (
 )
 def move(mode: Respond, function: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     """A view of a weight is the same view of its template and of the numbers of its rows."""
-    if not mode.responds(input):  # it takes the shape of a weight
+    if not mode.responds(input):  # as in x.expand_as(weight)
         return function(input, *args, **kwargs)
     name, _, factor, template = mode.weight(input)
     numbers = torch.arange(factor[0].numel(), device=factor.device).reshape(factor.shape[1:]).expand_as(template)
     moved = [function(x, *args, **kwargs) for x in (input, template, numbers)]
     results = list(zip(*([x] if isinstance(x, Tensor) else x for x in moved), strict=True))
     for weight, part, number in results:
-        if number.untyped_storage().data_ptr() != numbers.untyped_storage().data_ptr():  # it is no view
+        if number.untyped_storage().data_ptr() != numbers.untyped_storage().data_ptr():  # a copy, not a view
             raise NotImplementedError(mode.refusal(name, function, "after which its rows cannot be told apart"))
-        # A dimension in which the number of the row does not change has stride zero.
+        # Stride zero marks a dimension along which the row stays the same.
         some = number[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in number.stride())]
         mode.register(weight, input, part, factor.flatten(1)[:, some])
     return moved[0]
@@ -54,7 +54,7 @@ CASTS = ("to", "type", "type_as", "float", "double", "half", "bfloat16", "contig
 def copy(mode: Respond, function: Any, input: Tensor, *args: Any, **kwargs: Any) -> Any:
     """A copy or a cast of a weight, or its negative, responds as the weight does."""
     result = function(input, *args, **kwargs)
-    if not mode.responds(input) or not isinstance(result, Tensor):  # another tensor is cast to the type of a weight
+    if not mode.responds(input) or not isinstance(result, Tensor):  # as in x.type_as(weight)
         return result
     if not result.is_floating_point():
         raise NotImplementedError(mode.refusal(mode.name(input), function, f"which makes it {result.dtype}"))

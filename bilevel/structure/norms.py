@@ -14,7 +14,7 @@ def _affine(mode: Respond, normal: Tensor, weight: Tensor | None, bias: Tensor |
     """Scale and shift what a norm has normalised: its channels in dimension 1, or the trailing dimensions."""
 
     def place(param: Tensor) -> Tensor:
-        """Align the own dimensions of a parameter, or of one per example, with those of the activation."""
+        """Reshape a parameter, or one per example, to the dimensions of the activation."""
         batched = param.ndim > _own_dims(weight, bias)
         own = param.shape[1:] if batched else param.shape
         first = [len(param)] if batched else [1]

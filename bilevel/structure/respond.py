@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from typing_extensions import override
 
 from bilevel.autodiff import forward_level, primal_plus_tangent
 from bilevel.responding import Rows
@@ -116,6 +117,7 @@ class Respond(TorchFunctionMode):
             sizes = [*template.shape[:1], *[1] * (template.ndim - 1)]
             self._responding[id(weights[name])] = Weight(name, weights[name], factor.reshape(count, *sizes), template)
 
+    @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Apply a rule, or the operation itself if no responding weight takes part in it."""
         kwargs = kwargs or {}
@@ -124,7 +126,7 @@ class Respond(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in READS or getattr(func, "__name__", "") == "__get__":
             result = func(*args, **kwargs)
-            if not isinstance(result, Tensor):  # as .shape, not as .T
+            if not isinstance(result, Tensor):  # .shape may be read; .T needs a rule
                 return result
         if func not in RULES:
             raise NotImplementedError(self.refusal(names[0], func, "which has no rule"))
@@ -172,7 +174,7 @@ class Respond(TorchFunctionMode):
 
         Args:
             weight: The new weight.
-            source: Of which it is a part or a multiple.
+            source: The weight of which it is a part or a multiple.
             template: Of the new weight.
             factor: Of its rows, as in :class:`bilevel.structure.respond.Weight`; those of the source by default.
 
@@ -212,7 +214,7 @@ class Respond(TorchFunctionMode):
         return dual
 
     def spread(self, weight: Tensor) -> bool:
-        """Whether dimension 0 of a responding weight has one entry, or the same for every example, as a class token."""
+        """Whether dimension 0 of a weight has one entry, or the same one for every example, as a class token has."""
         _, _, factor, template = self.weight(weight)
         same = template.ndim > 0 and factor.shape[1] == 1
         return same and (len(template) == 1 or (len(template) == self.count and template.stride(0) == 0))
@@ -223,7 +225,7 @@ class Respond(TorchFunctionMode):
         Args:
             x: An activation, or a weight that was expanded to one entry for each example.
             func: The operation.
-            weights: That respond.
+            weights: Its weights.
 
         Returns:
             The activation.
@@ -248,7 +250,7 @@ class Respond(TorchFunctionMode):
         return x
 
     def check_output(self, output: Any) -> None:
-        """Refuse a network that returns a responding weight, of which no operation has made an activation.
+        """Refuse a network that returns a responding weight as it is.
 
         Raises:
             ValueError: If it does.

@@ -15,6 +15,7 @@ from typing import final
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from bilevel.responding import Rows
 
@@ -26,10 +27,10 @@ class Rowwise(nn.Module):
     A row is an index of dimension 0: an output unit of a linear layer, an output channel of a convolution, an entry of
     a bias. A weight with n numbers and r rows takes n + r h numbers in addition to its own.
 
-    :math:`\mathbf{R}` starts at zero, so that nothing responds at first, and :math:`\mathbf{U}` at normal numbers of
-    variance 1/h, so that :math:`\mathbf{R}` has a gradient, and from its first step on :math:`\mathbf{U}` too. The
-    other way round, as the paper's code does it, a row could at first only move along its random
-    :math:`\mathbf{R}`; ``benchmarks/initialization.py`` compares them.
+    :math:`\mathbf{R}` starts at zero, so that nothing responds at first. :math:`\mathbf{U}` starts at normal numbers of
+    variance 1/h, which give :math:`\mathbf{R}` a gradient; after one step :math:`\mathbf{U}` has one too. The paper's
+    code does it the other way round: a row can then at first only move along its random :math:`\mathbf{R}`.
+    ``benchmarks/initialization.py`` compares them.
 
     Example:
         >>> theta = Rowwise({"w": torch.zeros(3, 4)}, 2)
@@ -42,8 +43,8 @@ class Rowwise(nn.Module):
         super().__init__()
         self.names = list(params)
         self.counts = [weight.shape[0] if weight.ndim else 1 for weight in params.values()]
-        # One matrix for the rows of all weights, so that one product serves them all, and transposed, since products
-        # with few hyperparameters are many times faster along its rows.
+        # One matrix for the rows of all weights, so that one product serves them all. It is transposed, because
+        # products with few hyperparameters are many times faster along its rows.
         like = next(iter(params.values()))
         drawn = torch.randn(size, sum(self.counts), dtype=like.dtype, device=like.device)
         self.factor = nn.Parameter(drawn / math.sqrt(size))
@@ -70,6 +71,7 @@ class Rowwise(nn.Module):
             for name, scale, template in zip(self.names, scales, self.templates, strict=True)
         }
 
+    @override
     def forward(self, shift: Tensor) -> dict[str, Tensor]:
         r"""The change of the weights, :math:`(\mathbf{U} \delta) \odot_{\text{row}} \mathbf{R}`.
 
