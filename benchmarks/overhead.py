@@ -145,7 +145,7 @@ def overhead(repeats: int, *, compile: bool) -> str:
         runs = {"plain": task.plain(), **{method: task.tuned(method) for method in METHODS}}
         if compile:
             # The library would not compile the CNN on a CPU, for what this table says.
-            with patch("bilevel.solver.gains", lambda module, device: True):
+            with patch("bilevel.solver.gradients.gains", lambda module, device: True):
                 runs["compiled"] = task.tuned("delta_stn", compile=True)
         times = time_ratios(runs, "plain", repeats)
         base_flops, base_memory = flops(runs["plain"]), peak_megabytes(make, "plain")

@@ -1,5 +1,6 @@
 """``bilevel.solve``: how it counts, evaluates, stops and reports."""
 
+import importlib
 import math
 import time
 from collections import Counter
@@ -151,8 +152,9 @@ class TestCounting:
             expected.append(total)
             return original(total, progress)
 
-        original = bilevel.loop._progress_bar
-        monkeypatch.setattr("bilevel.loop._progress_bar", bar)
+        loop = importlib.import_module("bilevel.loop.solve")
+        original = loop._progress_bar
+        monkeypatch.setattr(loop, "_progress_bar", bar)
         solution = solve(
             train=batches(10), epochs=2, accumulate=accumulate, inner_steps=inner_steps, method="implicit_cg"
         )
@@ -420,7 +422,7 @@ class TestStopping:
             return inner_loss(model, hyper, batch) * (math.nan if call == 5 else 1.0)
 
         def defer(event):
-            event.solver._check_at_once = False
+            event.solver._finite.at_once = False
 
         solution = solve(make_problem(inner_loss=loss), method="stn", inner_steps=4, callbacks=[defer])
         assert solution.stopped == "interrupted"

@@ -509,7 +509,7 @@ class TestDeferredChecks:
 
     @staticmethod
     def deferred(solver):
-        solver._check_at_once = False
+        solver._finite.at_once = False
         return solver
 
     @pytest.mark.parametrize("method", METHODS)

@@ -108,7 +108,7 @@ def compare(method=DELTA, *, train=None, rounds=3, **options):
         warnings.filterwarnings("ignore", "`torch.jit.script` is deprecated")
         ours = advance(solver, train, rounds)
     torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
-    for part in (solver._inner, solver._outer):
+    for part in (solver._differentiation.inner, solver._differentiation.outer):
         assert part.staged.working
         assert part.staged.compiled
     return solver
@@ -132,14 +132,14 @@ def real_compiler():
 def test_same_run(method, perturb):
     """Losses, hypergradients, scale, weights, response, statistics, moments, perturbations, dropout masks, aux."""
     solver = compare(METHODS[method](scale=0.3, **PERTURB[perturb]), problem=problem_of(Net))
-    assert len(solver._inner.staged.compiled) == 1
-    assert len(solver._outer.staged.compiled) == 1
+    assert len(solver._differentiation.inner.staged.compiled) == 1
+    assert len(solver._differentiation.outer.staged.compiled) == 1
 
 
 @pytest.fixture
 def convolutions_too(monkeypatch):
     """As on a GPU."""
-    monkeypatch.setattr("bilevel.solver.gains", lambda module, device: True)
+    monkeypatch.setattr("bilevel.solver.gradients.gains", lambda module, device: True)
 
 
 def test_convolutions(convolutions_too):
@@ -149,7 +149,7 @@ def test_convolutions(convolutions_too):
 def test_convolutions_run_uncompiled_on_a_cpu_where_they_gain_nothing():
     with pytest.warns(UserWarning, match="convolutions are not faster, so they run uncompiled") as caught:
         solver = make_solver(DELTA, compile=True, problem=problem_of(convolutions))
-    assert len(caught) == 1 and solver._inner is None and solver._outer is None
+    assert len(caught) == 1 and solver._differentiation.inner is None and solver._differentiation.outer is None
     plain = make_solver(DELTA, compile=False, problem=problem_of(convolutions))
     assert_same(advance(solver, batches(), 2), advance(plain, batches(), 2))
     assert gains(convolutions(), torch.device("cuda")) and gains(None, torch.device("cpu"))
@@ -174,16 +174,16 @@ def test_accumulated_batches_of_several_shapes():
     for solver in (ours, theirs):
         solver.inner_step(*parts)
     torch.testing.assert_close(ours.params, theirs.params, rtol=1e-10, atol=1e-12)
-    assert len(ours._inner.staged.compiled) == 2
+    assert len(ours._differentiation.inner.staged.compiled) == 2
 
 
 def test_gradients_stay_when_the_graph_runs_again():
     """Results of one call are not the memory of the next, and not that of the batch."""
     solver, (first, second) = make_solver(CenteredSTN(objective="stn")), batches(2)
     before = copy.deepcopy((first, second))
-    _, _, kept = solver._inner_gradients(first)
+    _, _, kept = solver._differentiation.of_inner_loss(solver.vector.detach(), first)
     copies = copy.deepcopy(kept)
-    solver._inner_gradients(second)
+    solver._differentiation.of_inner_loss(solver.vector.detach(), second)
     torch.testing.assert_close(kept, copies, rtol=0, atol=0)
     torch.testing.assert_close((first["x"], second["x"]), (before[0]["x"], before[1]["x"]), rtol=0, atol=0)
 
@@ -233,7 +233,7 @@ def test_what_cannot_be_traced_gives_the_same_with_one_warning(level):
     assert len(caught) == 1
     assert "losses without .item()" in str(caught[0].message)
     torch.testing.assert_close(ours, advance(plain, batches()), rtol=1e-10, atol=1e-12)
-    assert bool(solver._inner.staged.compiled) == (level == "outer")
+    assert bool(solver._differentiation.inner.staged.compiled) == (level == "outer")
 
 
 def test_without_a_compiler_one_warning_says_so(monkeypatch):
@@ -264,7 +264,7 @@ def test_the_place_of_the_examples_is_checked_before_the_trace():
     with pytest.raises(ValueError, match="dimension 0 does not count the 4 examples"):
         make_solver(problem=problem_of(Turned)).inner_step(batches(1, 4)[0])
     solver = compare(train=batches(2, 4))
-    for part in (solver._inner, solver._outer):
+    for part in (solver._differentiation.inner, solver._differentiation.outer):
         (compiled,) = part.staged.compiled.values()
         assert not any("allclose" in str(node.target) for node in compiled.known[0].graph.nodes)
 
@@ -305,7 +305,7 @@ def test_autocast():
             with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
                 found.append((solver.inner_step(batch), solver.params))
         torch.testing.assert_close(*found, rtol=1e-2, atol=1e-3)
-    assert len(ours._inner.staged.compiled) == 2
+    assert len(ours._differentiation.inner.staged.compiled) == 2
 
 
 def test_the_real_compiler(real_compiler):

@@ -391,7 +391,7 @@ def test_a_failure_inside_is_named_and_undone(settings, error, deferred):
     armed = False
     problem = make_problem(network(nn.BatchNorm1d(4), nn.Dropout(0.5)).double(), inner_loss=loss)
     solver = Solver(problem, method=Unrolled(steps=5, **settings), inner_optimizer=OPTIMIZERS["Adam"])
-    solver._check_at_once = not deferred
+    solver._finite.at_once = not deferred
     train = noisy_batches(5)
     for batch in train[:2]:
         solver.inner_step(batch)
@@ -414,7 +414,7 @@ def test_a_failure_inside_is_named_and_undone(settings, error, deferred):
 def test_an_outer_loss_that_is_not_finite_is_undone_with_the_inner_steps(settings, deferred):
     problem = small_problem(outer_loss=at_call(1, lambda loss: loss * math.nan, valid_loss))
     solver = Solver(problem, method=Unrolled(steps=3, **settings), inner_optimizer=OPTIMIZERS["Adam"])
-    solver._check_at_once = not deferred
+    solver._finite.at_once = not deferred
     solver.outer_step(BATCHES[:3], VALID)
     before = solver.state_dict()
     with pytest.raises(DivergenceError, match=r"the outer loss is nan .* at outer step 1"):
@@ -427,7 +427,7 @@ def test_deferred_checks_name_the_first_bad_step():
     """A NaN in an inner step, found by the outer step after it."""
     loss = at_call(3, lambda value: value * math.nan, train_loss)  # the check of the fit evaluates it once more
     solver = Solver(small_problem(inner_loss=loss), method=Unrolled(steps=3), inner_optimizer=sgd(0.1))
-    solver._check_at_once = False
+    solver._finite.at_once = False
     before = solver.state_dict()
     for batch in BATCHES[:4]:
         solver.inner_step(batch)

@@ -1,0 +1,184 @@
+"""The rounds of one call of :func:`bilevel.solve`: what happens in each, what is recorded, and how to go on later."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from bilevel.history import History
+from bilevel.loop.feed import Feed
+from bilevel.loop.solution import Best, Round, Solution
+from bilevel.solver import OuterStep, Solver
+
+
+@final
+@dataclass(kw_only=True)
+class Run:
+    """The state of one call of :func:`solve`."""
+
+    solver: Solver
+    train: Feed
+    valid: Feed
+    valid_loader: Iterable[Any] | None
+    inner_steps: int
+    outer_steps: int
+    accumulate: int
+    warmup: int
+    evaluate_every: int | None
+    schedule_by_epoch: bool
+    history: History = field(default_factory=History)
+    best: Best | None = None
+    stale: int = 0
+    stopped: str | None = None
+    rounds: int = 0
+    started: float = field(default_factory=time.perf_counter)
+
+    @property
+    def steps_per_round(self) -> int:
+        """Inner steps in a round, those that outer steps make included."""
+        return self.inner_steps + self.outer_steps * self.solver.response.unrolled_steps
+
+    @property
+    def batches_per_round(self) -> int:
+        """Batches of the training set in a round."""
+        return self.steps_per_round * self.accumulate
+
+    @property
+    def seconds(self) -> float:
+        """Time since the run started."""
+        return time.perf_counter() - self.started
+
+    def round(self) -> Round:
+        """Run one round and record it."""
+        index, passes = self.rounds + 1, self.train.passes
+        warm = index <= self.warmup
+        losses, batch, outer = [], None, None
+        for _ in range(self.steps_per_round if warm else self.inner_steps):
+            *others, batch = (next(self.train) for _ in range(self.accumulate))
+            losses.append(self.solver.inner_step(*others, batch))
+        if warm:
+            self.solver.check()
+            self.history.append(self._row(index, losses, None))
+        unrolled = self.solver.response.unrolled_steps
+        for _ in range(0 if warm else self.outer_steps):
+            batches = [next(self.train) for _ in range(unrolled)] if unrolled else batch
+            outer = self.solver.outer_step(batches, next(self.valid))
+            losses += outer.inner_losses
+            self.history.append(self._row(index, losses, outer))
+        new_passes = self.train.passes - passes
+        for _ in range(new_passes if self.schedule_by_epoch else 1):
+            self.solver.schedule()
+        if new_passes if self.evaluate_every is None else index % self.evaluate_every == 0:
+            self._evaluate(index)
+        self.rounds = index
+        row = self.history.rows[-1]
+        return Round(
+            solver=self.solver,
+            index=index,
+            history=self.history,
+            row=row,
+            outer=outer,
+            validation_loss=row.get("validation_loss"),
+            inner_aux=self.solver.inner_aux,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that a later call needs to go on.
+
+        Returns:
+            Plain types and tensors.
+        """
+        return {
+            "solver": self.solver.state_dict(),
+            "settings": self._settings(),
+            "feeds": {feed.name: feed.state_dict() for feed in (self.train, self.valid)},
+            "rows": self.history.rows,
+            "best": None if self.best is None else vars(self.best),
+            "stale": self.stale,
+            "rounds": self.rounds,
+            "seconds": self.seconds,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there.
+
+        Raises:
+            ValueError: If it belongs to another kind of run.
+        """
+        for name, value in self._settings().items():
+            before = state["settings"][name]
+            if before != value:
+                raise ValueError(
+                    f"checkpoint: the run was started with {name}={before!r}, this call has {value!r}; give the same, "
+                    "or another file."
+                )
+        for feed in (self.train, self.valid):
+            feed.load_state_dict(state["feeds"][feed.name])
+        self.solver.load_state_dict(state["solver"])  # and with it the streams that the feeds moved
+        self.history.rows = [dict(row) for row in state["rows"]]
+        self.best = None if state["best"] is None else Best(**self.solver.to_device(state["best"]))
+        self.stale, self.rounds = state["stale"], state["rounds"]
+        self.started = time.perf_counter() - state["seconds"]
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "inner_steps": self.inner_steps,
+            "outer_steps": self.outer_steps,
+            "accumulate": self.accumulate,
+            "warmup": self.warmup,
+            "evaluate_every": self.evaluate_every,
+        }
+
+    def finish(self) -> None:
+        """Measure the validation loss of the last round, if it has not been."""
+        if "validation_loss" not in self.history.rows[-1]:
+            self._evaluate(self.rounds)
+
+    def solution(self) -> Solution:
+        """What the user gets."""
+        return Solution(
+            hyper=dict(self.solver.hyper),
+            params=self.solver.params,
+            state_dict=self.solver.module_state_dict,
+            best=self.best,
+            history=self.history,
+            stopped=self.stopped or "",
+            solver=self.solver,
+        )
+
+    def _evaluate(self, index: int) -> None:
+        loss = self.solver.evaluate(self.valid_loader)
+        row = self.history.rows[-1]
+        row["validation_loss"] = loss
+        self.solver.schedule(loss)
+        self.stale += 1
+        if self.best is None or loss < self.best.validation_loss:
+            self.stale = 0
+            params = self.solver.params
+            self.best = Best(
+                round=index,
+                validation_loss=loss,
+                inner_loss=row["inner_loss"],
+                hyper=dict(self.solver.hyper),
+                params=params,
+                state_dict=self.solver.problem.state_dict(params, self.solver.response.inner.buffer_values()),
+            )
+
+    def _row(self, index: int, losses: list[Tensor], outer: OuterStep | None) -> dict[str, float]:
+        """A row of the history, read from the device in one go."""
+        space = self.solver.problem.space
+        columns = {"inner_loss": torch.stack(losses).mean()}
+        if outer is not None:
+            columns |= {"outer_loss": outer.loss, "hypergradient_norm": outer.hypergradient.norm()}
+            columns |= {f"method.{name}": value for name, value in outer.report.items()}
+        columns |= space.columns(self.solver.hyper)
+        if self.solver.response.scale is not None:
+            scale = space.split(self.solver.response.scale().detach())
+            columns |= {f"scale.{name}": value for name, value in space.columns(scale).items()}
+        values = torch.stack([value.to(self.solver.vector) for value in columns.values()]).tolist()
+        return {"round": index, "seconds": self.seconds, **dict(zip(columns, values, strict=True))}

@@ -1,0 +1,212 @@
+"""The gradients of both levels: of the inner loss in all that is trained, and of the outer loss in λ and σ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeVar, final
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from bilevel.compilation import OfModule, gains
+from bilevel.linear_solvers import LinearSolverError
+from bilevel.problem import Loss, Model, Problem
+from bilevel.response import BestResponse
+from bilevel.rng import Stream
+from bilevel.solver.finite import FiniteCheck
+from bilevel.solver.optimization import Gradients, Optimization
+from bilevel.solver.undo import buffers_kept
+
+Part = TypeVar("Part", Tensor, Tensor | None)
+
+
+@final
+class Differentiation:
+    """Differentiates the losses of a response, compiled if asked to.
+
+    Attributes:
+        inner: The compiled gradient of inner steps, or None.
+        outer: The compiled gradient of outer steps, or None.
+    """
+
+    def __init__(
+        self, response: BestResponse, optimization: Optimization, finite: FiniteCheck, *, compile: bool
+    ) -> None:
+        """Compile when first called, if asked to and if that gains something."""
+        self._response = response
+        self._problem: Problem = response.problem
+        self._finite = finite
+        self._weights = optimization.params["weights"]
+        self._rest = optimization.params.get("response", [])
+        self._scale = optimization.params.get("scale", [])
+        self._users = [param for param in self._problem.params.values() if param.requires_grad]
+        self.inner: OfModule | None = None
+        self.outer: OfModule | None = None
+        if compile and response.pure and gains(self._problem.module, self._problem.device):
+            trained = self._weights + self._rest
+            self.inner = OfModule(response, trained, "inner steps", self._terms)
+            self.outer = OfModule(response, self._scale, "outer steps", self._slopes, after=self.inner.staged)
+
+    def of_inner_losses(self, hyper: Tensor, batches: list[Any]) -> tuple[Loss, list[Tensor], Gradients]:
+        """What :meth:`of_inner_loss` returns, averaged over batches, with the aux of the last one.
+
+        Args:
+            hyper: Shape ``(h,)``.
+            batches: For the inner loss, weighted by their number of examples.
+
+        Returns:
+            As there.
+        """
+        if len(batches) == 1:
+            return self.of_inner_loss(hyper, batches[0])
+        sizes = [self._problem.examples(batch) for batch in batches]
+        counts = [1 if None in sizes else size or 0 for size in sizes]
+        total = sum(counts) or math.nan  # no example at all: reported as a loss that is not finite
+        values: list[Tensor] = []
+        gradients: Gradients = {}
+        for batch, count in zip(batches, counts, strict=True):
+            loss, new_values, new = self.of_inner_loss(hyper, batch)
+            share = count / total
+            values = _add_share(values, new_values, share)
+            gradients = {name: _add_share(gradients.get(name, []), found, share) for name, found in new.items()}
+        return Loss(values[0], loss.aux), values, gradients
+
+    def of_inner_loss(self, hyper: Tensor, batch: Any) -> tuple[Loss, list[Tensor], Gradients]:
+        """Differentiate the terms that the response minimises.
+
+        Args:
+            hyper: Shape ``(h,)``.
+            batch: For the inner loss.
+
+        Returns:
+            The loss to report, all terms, and the gradients of their sum by group of parameters.
+        """
+        if self.inner is None:
+            loss, values, total = self._terms([*self._weights, *self._rest], hyper, batch)
+        else:
+            loss, values, total = self.inner(hyper, batch)
+        groups = {"weights": total[: len(self._weights)], "response": total[len(self._weights) :]}
+        return loss, values, {name: gradients for name, gradients in groups.items() if gradients}
+
+    def of_outer_loss(
+        self, hyper: Tensor, batches: tuple[Any, Any], steps: tuple[int, int]
+    ) -> tuple[Loss, list[Tensor]]:
+        """Differentiate the outer loss.
+
+        Args:
+            hyper: Shape ``(h,)``.
+            batches: For the response, and for the outer loss.
+            steps: The numbers of the next inner and of the next outer step, for messages.
+
+        Returns:
+            The outer loss, and its gradient in λ, directly and through the weights, and in the raw scale.
+        """
+        if self.outer is None:
+            return self._slopes(self._scale, hyper, *batches, steps)
+        loss, slopes = self.outer(hyper, None, batches[1], None)
+        return loss, slopes
+
+    def rehearse(self, hyper: Tensor, batch: Any) -> None:
+        """Run all checks of an inner step, for a response that makes its steps itself.
+
+        Args:
+            hyper: Shape ``(h,)``.
+            batch: For the inner loss.
+        """
+        with buffers_kept(self._response.inner, always=True), Stream.current(self._problem.device)():
+            self.of_inner_loss(hyper, batch)
+
+    def _terms(
+        self, params: Sequence[Tensor], hyper: Tensor, batch: Any
+    ) -> tuple[Loss, list[Tensor], list[Tensor | None]]:
+        """The loss to report, all terms, and the gradients of their sum in one list."""
+        total: list[Tensor | None] = [None] * len(params)
+        first: Loss | None = None
+        values = []
+        for term in self._response.inner_loss(hyper, batch):
+            if not isinstance(term, Loss):
+                raise TypeError(
+                    f"{type(self._response).__name__}.inner_loss must yield bilevel.Loss, as problem.inner_loss "
+                    f"returns it; got {type(term).__name__}."
+                )
+            first = Loss(term.value.detach(), _detached(term.aux)) if first is None else first
+            values.append(term.value.detach())
+            new = self._differentiate("inner_loss", term.value, params)
+            total = [b if a is None else a if b is None else a + b for a, b in zip(total, new, strict=True)]
+        if first is None or all(gradient is None for gradient in total[: len(self._weights)]):
+            raise ValueError(
+                "inner_loss does not depend on the weights: compute it from model(...) and model.params, not from your "
+                "own module, and without detach() or no_grad()."
+            )
+        return first, values, total
+
+    def _slopes(
+        self, scale: Sequence[Tensor], hyper: Tensor, train_batch: Any, valid_batch: Any, steps: tuple[int, int] | None
+    ) -> tuple[Loss, list[Tensor]]:
+        """What :meth:`of_outer_loss` returns."""
+        # Two copies of λ keep the parts apart, so that one backward pass gives both.
+        direct, through_weights = (hyper.clone().requires_grad_() for _ in range(2))
+        drawn = self._response.outer_perturbation(valid_batch)
+        noise = torch.zeros_like(direct) if drawn is None else drawn
+        model = self._response(through_weights + noise, train_batch, hyper)
+        if not isinstance(model, Model):
+            raise TypeError(
+                f"{type(self._response).__name__}.forward must return a bilevel.Model, got {type(model).__name__}."
+            )
+        if steps is not None:
+            self._finite.made(steps[0], self._response.steps)
+        loss = self._problem.outer_loss(model, direct + noise, valid_batch)
+        objective = loss.value
+        if self._response.scale is not None and scale:
+            objective = objective + self._response.scale.penalty()
+        inputs = [direct, through_weights, *scale]
+        try:
+            found = self._differentiate("outer_loss", objective, inputs)
+        except LinearSolverError:
+            if steps is not None:  # a loss that is not finite is the cause then, and the better message
+                value = loss.value.detach().to(hyper)
+                self._finite.outer(steps[1], value, value[None], value.new_zeros(1), steps[0])
+            raise
+        if not loss.value.requires_grad or (found[0] is None and found[1] is None):
+            raise ValueError(
+                "outer_loss depends neither on the weights nor on a hyperparameter: compute it from model(...), "
+                "model.params or hyper, not from your own module, and without detach() or no_grad()."
+            )
+        pairs = zip(inputs, found, strict=True)
+        gradients = [torch.zeros_like(leaf) if gradient is None else gradient for leaf, gradient in pairs]
+        return Loss(loss.value.detach(), _detached(loss.aux)), gradients
+
+    def _differentiate(self, name: str, value: Tensor, inputs: Sequence[Any]) -> list[Tensor | None]:
+        """The gradient of a loss.
+
+        Returns:
+            One entry per input, None where the loss does not depend on it.
+
+        Raises:
+            ValueError: If it depends on the user's own tensors, which are not the ones that are trained.
+        """
+        if not value.requires_grad:
+            return [None] * len(inputs)
+        with self._problem.differentiating():
+            gradients: list[Tensor | None] = [*torch.autograd.grad(value, [*inputs, *self._users], allow_unused=True)]
+        if any(gradient is not None for gradient in gradients[len(inputs) :]):
+            raise ValueError(
+                f"{name} depends on your own module, whose weights the solver does not train: compute it from "
+                "model(...) and model.params, and detach() what is meant as a constant."
+            )
+        return gradients[: len(inputs)]
+
+
+def _add_share(total: list[Part], new: list[Part], share: float) -> list[Part]:
+    """Add a part of some tensors to a sum of such parts, empty at first; None stands for zero."""
+    parts = [tensor if tensor is None else share * tensor for tensor in new]
+    if not total:
+        return parts
+    return [b if a is None else a if b is None else a + b for a, b in zip(total, parts, strict=True)]
+
+
+def _detached(aux: Any) -> Any:
+    """Without its graph, which would keep the memory of the step."""
+    return pytree.tree_map_only(Tensor, Tensor.detach, aux)

@@ -1,0 +1,182 @@
+"""Parameters in groups, their optimizers and schedulers, and clipping: how a gradient becomes an update."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from bilevel.arguments import check_clip, make_optimizer, make_scheduler
+from bilevel.response import BestResponse
+
+HALF = (torch.float16, torch.bfloat16)
+OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+SchedulerFactory = Callable[[Optimizer], LRScheduler]
+Gradients = dict[str, list[Tensor | None]]
+"""One gradient per parameter of every group; None where there is no dependence."""
+
+LEVELS = {"weights": "inner", "response": "inner", "hyper": "outer", "scale": "outer"}
+"""The groups of parameters, and the level at which each is trained."""
+
+
+@final
+class Optimization:
+    """The parameters of a run by group: ``weights``, ``response``, ``hyper``, ``scale``, as far as there are any.
+
+    Attributes:
+        params: By group.
+        optimizers: By group.
+        schedulers: By group.
+    """
+
+    def __init__(
+        self,
+        response: BestResponse,
+        vector: nn.Parameter,
+        *,
+        inner: OptimizerFactory | None,
+        outer: OptimizerFactory | None,
+        response_optimizer: OptimizerFactory | None,
+        inner_scheduler: SchedulerFactory | None,
+        outer_scheduler: SchedulerFactory | None,
+        inner_clip: float | None,
+        outer_clip: float | None,
+    ) -> None:
+        """Make the optimizers. The arguments are those of :class:`bilevel.Solver`."""
+        for_weights = partial(torch.optim.Adam, lr=1e-3) if inner is None else inner
+        for_response = for_weights if response_optimizer is None else response_optimizer
+        for_hyper = partial(torch.optim.RMSprop, lr=1e-2) if outer is None else outer
+        factories: dict[str, tuple[str, OptimizerFactory]] = {
+            "weights": ("inner_optimizer", for_weights),
+            "response": ("response_optimizer", for_response),
+            "hyper": ("outer_optimizer", for_hyper),
+            "scale": ("outer_optimizer", for_hyper),
+        }
+        schedulers = {"inner": inner_scheduler, "outer": outer_scheduler}
+        self.clip = {
+            "inner": check_clip("inner_clip", inner_clip),
+            "outer": check_clip("outer_clip", outer_clip),
+        }
+        self.params = _group(response, vector)
+        self.optimizers: dict[str, Optimizer] = {}
+        self.schedulers: dict[str, LRScheduler] = {}
+        for name, params in self.params.items():
+            self.optimizers[name] = make_optimizer(*factories[name], params)
+            level = LEVELS[name]
+            scheduler = schedulers[level]
+            if scheduler is not None:
+                self.schedulers[name] = make_scheduler(f"{level}_scheduler", scheduler, self.optimizers[name])
+        if response_optimizer is None:
+            # The decay of the weights is part of the inner problem; that of a response would pull it towards zero.
+            for group in self.optimizers["response"].param_groups if "response" in self.optimizers else []:
+                group.update({"weight_decay": 0} if "weight_decay" in group else {})
+        self._fresh = {
+            name: copy.deepcopy(optimizer.state_dict()["state"])
+            for name, optimizer in self.optimizers.items()
+            if LEVELS[name] == "inner"
+        }
+
+    def set_gradients(self, gradients: Gradients) -> Tensor:
+        """Hand gradients to the parameters, clipped.
+
+        Each parameter gets a tensor of its own, since optimizers may change it in place: autograd may return one tensor
+        for two parameters, or an expanded one.
+
+        Args:
+            gradients: Of some groups.
+
+        Returns:
+            The norm of each group before clipping.
+        """
+        norms = []
+        for name, values in gradients.items():
+            limit = self.clip[LEVELS[name]]
+            present = [gradient for gradient in values if gradient is not None]
+            if any(gradient.dtype in HALF for gradient in present):  # whose squares overflow early
+                present = [gradient.float() for gradient in present]
+            norm = torch.nn.utils.get_total_norm(present).to(self.params["hyper"][0])
+            shrink = None if limit is None else (limit / (norm + 1e-6)).clamp(max=1.0)
+            seen: set[int] = set()
+            for param, gradient in zip(self.params[name], values, strict=True):
+                if gradient is None:
+                    param.grad = None
+                elif shrink is not None:
+                    param.grad = gradient * shrink.to(gradient.dtype)
+                else:
+                    own = gradient.data_ptr() not in seen and 0 not in gradient.stride()
+                    param.grad = gradient if own else gradient.clone()
+                    seen.add(gradient.data_ptr())
+            norms.append(norm)
+        return torch.stack(norms)
+
+    def step(self, names: Iterable[str]) -> None:
+        """Update groups along the gradients that they were given.
+
+        Args:
+            names: Of the groups.
+        """
+        for name in names:
+            self.optimizers[name].step()
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Leave no gradient behind."""
+        for params in self.params.values():
+            for param in params:
+                param.grad = None
+
+    def schedule(self, validation_loss: float | None, *, outer: bool) -> None:
+        """Advance the schedulers.
+
+        Args:
+            validation_loss: If given, advances those of kind ``ReduceLROnPlateau``, otherwise all others.
+            outer: Whether those of the outer level take part.
+        """
+        for name, scheduler in self.schedulers.items():
+            if LEVELS[name] == "outer" and not outer:
+                continue
+            if isinstance(scheduler, ReduceLROnPlateau):
+                if validation_loss is not None:
+                    scheduler.step(validation_loss)
+            elif validation_loss is None:
+                scheduler.step()
+
+    def restart_inner(self) -> None:
+        """Return the inner optimizers to a state without memory; learning rates stay."""
+        for name, state in copy.deepcopy(self._fresh).items():
+            groups = self.optimizers[name].state_dict()["param_groups"]
+            self.optimizers[name].load_state_dict({"state": state, "param_groups": groups})
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the optimizers and schedulers remember.
+
+        Returns:
+            Live tensors, not copies.
+        """
+        return {
+            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
+            "schedulers": {name: scheduler.state_dict() for name, scheduler in self.schedulers.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from :meth:`state_dict`."""
+        for name, optimizer in self.optimizers.items():
+            optimizer.load_state_dict(state["optimizers"][name])
+        for name, scheduler in self.schedulers.items():
+            scheduler.load_state_dict(state["schedulers"][name])
+
+
+def _group(response: BestResponse, vector: nn.Parameter) -> dict[str, list[nn.Parameter]]:
+    groups = {"weights": list(response.inner.weights)}
+    scale = [] if response.scale is None else list(response.scale.parameters())
+    taken = {id(param) for param in groups["weights"] + scale}
+    groups["response"] = [param for param in response.parameters() if id(param) not in taken]
+    groups["hyper"] = [vector]
+    groups["scale"] = scale
+    return {name: params for name, params in groups.items() if params}

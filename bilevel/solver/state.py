@@ -1,0 +1,71 @@
+"""All that a solver needs to continue bit for bit, as tensors and plain types."""
+
+from __future__ import annotations
+
+import copy
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from bilevel.arguments import check_integer
+from bilevel.checkpoint import check_layout
+
+if TYPE_CHECKING:
+    from bilevel.solver.solver import Solver
+
+
+def save(solver: Solver) -> dict[str, Any]:
+    """Copy the state of a solver.
+
+    Returns:
+        A dict that ``torch.save`` writes and ``torch.load(weights_only=True)`` reads.
+    """
+    return copy.deepcopy({
+        "method": repr(solver.method),
+        "hyper": {name: [h.low, h.high, h.discrete] for name, h in solver.problem.space.hyper.items()},
+        "vector": solver.vector.detach(),
+        "response": dict(solver.response.state_dict()),
+        **solver.optimization.state_dict(),
+        "streams": {name: stream.state_dict() for name, stream in solver.streams.items()},
+        "inner_steps": solver.inner_steps,
+        "outer_steps": solver.outer_steps,
+    })
+
+
+def check(state: Any, own: dict[str, Any]) -> None:
+    """Refuse a state of another kind of solver.
+
+    Raises:
+        ValueError: If it is none of this problem, method and optimizers.
+    """
+    missing = sorted(own.keys() - state.keys()) if isinstance(state, dict) else sorted(own)
+    if missing:
+        raise ValueError(f"state is not a Solver.state_dict(): it lacks {', '.join(missing)}.")
+    for key in ("method", "hyper"):
+        if state[key] != own[key]:
+            raise ValueError(f"state was saved with {key} {state[key]}, this solver has {own[key]}.")
+
+
+def check_parts(state: dict[str, Any], own: dict[str, Any]) -> None:
+    """Compare keys, shapes and dtypes.
+
+    Raises:
+        ValueError: At the first difference.
+        TypeError: If a count is not a number.
+    """  # noqa: DOC502
+    for key in ("vector", "response", "schedulers", "optimizers", "streams"):
+        check_layout(f"state[{key!r}]", state[key], own[key])
+    for key in ("inner_steps", "outer_steps"):
+        check_integer(f"state[{key!r}]", state[key], 0)
+
+
+def load(solver: Solver, state: dict[str, Any]) -> None:
+    """Put a state into a solver that it fits."""
+    state = copy.deepcopy(state)
+    for name, stream in solver.streams.items():
+        stream.load_state_dict(state["streams"][name])
+    with torch.no_grad():
+        solver.vector.copy_(state["vector"])
+    solver.response.load_state_dict(state["response"])
+    solver.optimization.load_state_dict(state)
+    solver.inner_steps, solver.outer_steps = state["inner_steps"], state["outer_steps"]
