@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,12 +53,8 @@ def public_names() -> set[str]:
         The full name of everything in ``bilevel.__all__``, and of what only ``bilevel.functional`` has.
     """
     top = {f"bilevel.{name}" for name in bilevel.__all__}
-    functions = inspect.getmembers(bilevel.functional, inspect.isfunction)
-    return top | {
-        f"bilevel.functional.{name}"
-        for name, value in functions
-        if value.__module__ == "bilevel.functional" and not name.startswith("_") and f"bilevel.{name}" not in top
-    }
+    functions = {f"bilevel.functional.{name}" for name in bilevel.functional.__all__ if name not in bilevel.__all__}
+    return top | functions
 
 
 def check_public_names(app: Sphinx, env: BuildEnvironment) -> None:
