@@ -47,7 +47,10 @@ def align(name: str, value: Tensor | float, like: Tensor) -> Tensor:
     Raises:
         ValueError: If the value has another shape.
     """
-    value = torch.as_tensor(value, dtype=torch.promote_types(like.dtype, torch.float32), device=like.device)
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    if isinstance(value, int | float):  # filled in on the device: to copy a number there would wait for it
+        return torch.full((), value, dtype=dtype, device=like.device)
+    value = torch.as_tensor(value, dtype=dtype, device=like.device)
     if value.ndim == 0:
         return value
     if value.shape != like.shape[:1]:

@@ -85,14 +85,15 @@ def drop_connect(weight: Tensor, rate: Tensor | float, *, training: bool = True)
     """
     if not training:
         return weight
-    rate = torch.as_tensor(rate)
+    device = weight.device
+    rate = torch.full((), rate, device=device) if isinstance(rate, int | float) else torch.as_tensor(rate)
     if rate.ndim:
         raise ValueError(
             f"drop_connect: rate must be a scalar, got shape {tuple(rate.shape)}: all examples share the weight. "
             "Declare the hyperparameter with shared=True."
         )
-    like = torch.empty(0, dtype=weight.dtype, device=weight.device)
-    return weight * _mask(list(weight.shape), rate.to(like.device).detach(), like)
+    like = torch.empty(0, dtype=weight.dtype, device=device)
+    return weight * _mask(list(weight.shape), rate.to(device).detach(), like)
 
 
 def gaussian_noise(x: Tensor, scale: Tensor | float, *, training: bool = True) -> Tensor:

@@ -43,6 +43,23 @@ class Solve(NamedTuple):
     steps: int
 
 
+class Attempt(NamedTuple):
+    """A solution that has not been judged yet, because that means to wait for the device.
+
+    Attributes:
+        solution: As in :class:`Solve`.
+        residual: As in :class:`Solve`.
+        facts: The numbers that decide, a vector on the device; empty if they have been read already.
+        judge: Takes the facts as numbers. Returns the steps, after a warning where one is due, or raises
+            :class:`LinearSolverError`.
+    """
+
+    solution: Tensor
+    residual: Tensor
+    facts: Tensor
+    judge: Callable[[list[float]], int]
+
+
 @dataclass(frozen=True, kw_only=True)
 class LinearSolver(ABC):
     """Settings of a linear solver: a frozen dataclass that is called, can be printed and compared, and has no state."""
@@ -71,6 +88,20 @@ class LinearSolver(ABC):
         Returns:
             The solution, its true relative residual and the number of steps.
         """
+        found = self.attempt(matvec, v, x0)
+        return Solve(found.solution, found.residual, found.judge(found.facts.tolist()))
+
+    def attempt(self, matvec: Matvec, v: Tensor, x0: Tensor | None = None) -> Attempt:
+        """The same, judged later: for callers that read the device once for several purposes.
+
+        Args:
+            matvec: As in :meth:`__call__`.
+            v: As in :meth:`__call__`.
+            x0: As in :meth:`__call__`.
+
+        Returns:
+            The solution, which may be wrong as long as it is not judged.
+        """
         check_system(matvec, v, x0)
         # Half precision is for the matrix only: dot products and factorizations need at least single precision.
         work = torch.promote_types(v.dtype, torch.float32)
@@ -79,7 +110,7 @@ class LinearSolver(ABC):
         return found._replace(solution=found.solution.to(v.dtype))
 
     @abstractmethod
-    def _solve(self, matvec: Matvec, v: Tensor, x0: Tensor | None) -> Solve:
+    def _solve(self, matvec: Matvec, v: Tensor, x0: Tensor | None) -> Attempt:
         """Solve a system whose vectors are checked and detached; ``x0`` is in at least single precision."""
 
 

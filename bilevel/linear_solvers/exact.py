@@ -11,12 +11,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from bilevel.linear_solvers.base import (
+    Attempt,
     ConvergenceWarning,
     LinearSolver,
     LinearSolverError,
     Matvec,
     Operator,
-    Solve,
     check_count,
     check_number,
     norm,
@@ -56,7 +56,7 @@ class Exact(LinearSolver):
         check_count(self, "max_size", self.max_size)
 
     @override
-    def _solve(self, matvec: Matvec, v: Tensor, x0: Tensor | None) -> Solve:
+    def _solve(self, matvec: Matvec, v: Tensor, x0: Tensor | None) -> Attempt:
         operator = Operator(matvec, v.dtype, self.damping)
         size = v.numel()
         if size > self.max_size:
@@ -65,27 +65,41 @@ class Exact(LinearSolver):
                 f"{size**2 * v.element_size() / 1e9:.1f} GB. Use CG, or raise max_size."
             )
         v = v.to(torch.promote_types(v.dtype, torch.float32))
-        if not bool(v.any()):
-            return Solve(torch.zeros_like(v), torch.zeros_like(v[0]), 0)
-        matrix = _dense(operator, v)
-        if not bool(matrix.isfinite().all() & v.isfinite().all()):
-            raise not_finite("Exact", operator, v) or LinearSolverError("Exact: matvec returned NaN or infinity.")
-        x = _solve_scaled(matrix, v, operator.eps)
+        matrix, zero = _dense(operator, v), ~v.any()
+        finite = matrix.isfinite().all() & v.isfinite().all()
+        x, singular = _solve_scaled(matrix, v, operator.eps)
+        x = torch.where(zero, 0.0, x)
         product = operator(x)
-        residual = ratio(norm(v - product), norm(v))
-        if not float(norm(product - matrix @ x)) <= operator.eps**0.5 * float(norm(matrix.flatten()) * norm(x)):
-            raise LinearSolverError(
-                "Exact: matvec is not a fixed linear map: its product with the solution is not the combination of its "
-                "columns. Look for dropout or sampling inside it, or for overflow."
-            )
-        if float(residual) > operator.eps**0.5:
-            warnings.warn(
-                f"Exact: the relative residual is {float(residual):.1e}: the matrix is badly conditioned for "
-                f"{operator.dtype}; use float64 or add damping.",
-                ConvergenceWarning,
-                stacklevel=3,
-            )
-        return Solve(x, residual, size)
+        residual = torch.where(zero, 0.0, ratio(norm(v - product), norm(v)))
+        gap, length = norm(product - matrix @ x), norm(matrix.flatten()) * norm(x)
+        facts = torch.stack([flag.to(v.dtype) for flag in (zero, finite, singular)] + [gap, length, residual])
+
+        def judge(facts: list[float]) -> int:
+            if facts[0]:
+                return 0
+            if not facts[1]:
+                raise not_finite("Exact", operator, v) or LinearSolverError("Exact: matvec returned NaN or infinity.")
+            if facts[2]:
+                raise LinearSolverError(
+                    "Exact: the matrix is singular to rounding: some directions have no curvature. Add damping, or use "
+                    "MINRES or CG, which leave such directions alone where v has no part in them."
+                )
+            gap, length, residual = facts[3:]
+            if not gap <= operator.eps**0.5 * length:
+                raise LinearSolverError(
+                    "Exact: matvec is not a fixed linear map: its product with the solution is not the combination of "
+                    "its columns. Look for dropout or sampling inside it, or for overflow."
+                )
+            if residual > operator.eps**0.5:
+                warnings.warn(
+                    f"Exact: the relative residual is {residual:.1e}: the matrix is badly conditioned for "
+                    f"{operator.dtype}; use float64 or add damping.",
+                    ConvergenceWarning,
+                    stacklevel=3,
+                )
+            return size
+
+        return Attempt(x, residual, facts, judge)
 
 
 def _dense(operator: Operator, v: Tensor) -> Tensor:
@@ -97,17 +111,12 @@ def _dense(operator: Operator, v: Tensor) -> Tensor:
     return matrix
 
 
-def _solve_scaled(matrix: Tensor, v: Tensor, eps: float) -> Tensor:
+def _solve_scaled(matrix: Tensor, v: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The solution, and whether the matrix is singular to rounding."""
     rows = matrix.abs().amax(dim=1, keepdim=True)
     columns = (matrix / torch.where(rows > 0, rows, 1.0)).abs().amax(dim=0)
-    zero = not bool((rows > 0).all() & (columns > 0).all())
-    if not zero:
-        lu, pivots, _ = torch.linalg.lu_factor_ex(matrix / rows / columns)
-        sizes = lu.diagonal().abs()
-    if zero or bool(sizes.min() <= 10 * len(v) * eps * sizes.max()):
-        raise LinearSolverError(
-            "Exact: the matrix is singular to rounding: some directions have no curvature. Add damping, or use MINRES "
-            "or CG, which leave such directions alone where v has no part in them."
-        )
+    lu, pivots, _ = torch.linalg.lu_factor_ex(matrix / rows / columns)
+    sizes = lu.diagonal().abs()
+    singular = ~((rows > 0).all() & (columns > 0).all()) | (sizes.min() <= 10 * len(v) * eps * sizes.max())
     solution: Tensor = torch.linalg.lu_solve(lu, pivots, v[:, None] / rows)[:, 0] / columns
-    return solution
+    return solution, singular

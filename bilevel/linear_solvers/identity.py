@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import final
 
@@ -10,11 +11,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from bilevel.linear_solvers.base import (
+    Attempt,
     LinearSolver,
     LinearSolverError,
     Matvec,
     Operator,
-    Solve,
     check_number,
     check_system,
     norm,
@@ -59,11 +60,15 @@ class Identity(LinearSolver):
         return solution
 
     @override
-    def _solve(self, matvec: Matvec, v: Tensor, x0: Tensor | None) -> Solve:
+    def _solve(self, matvec: Matvec, v: Tensor, x0: Tensor | None) -> Attempt:
         operator = Operator(matvec, v.dtype, 0.0)
         v = v.to(torch.promote_types(v.dtype, torch.float32))
         x = self.scale * v
         residual = ratio(norm(v - operator(x)), norm(v))
-        if not bool(residual.isfinite()):
-            raise not_finite("Identity", operator, v) or LinearSolverError("Identity: overflow: lower scale.")
-        return Solve(x, residual, 0)
+
+        def judge(facts: list[float]) -> int:
+            if not math.isfinite(facts[0]):
+                raise not_finite("Identity", operator, v) or LinearSolverError("Identity: overflow: lower scale.")
+            return 0
+
+        return Attempt(x, residual, residual[None], judge)

@@ -6,6 +6,7 @@ import math
 import warnings
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -13,12 +14,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from bilevel.linear_solvers.base import (
+    Attempt,
     ConvergenceWarning,
     LinearSolver,
     LinearSolverError,
     Matvec,
     Operator,
-    Solve,
     check_count,
     check_number,
     norm,
@@ -61,7 +62,7 @@ class Iterative(LinearSolver):
     Attributes:
         max_steps: Upper bound on the steps.
         rtol: Stop once :math:`\|r\| \le \mathrm{rtol}\,\|v\|`; zero runs exactly ``max_steps`` steps, promises no
-            residual, and waits for the device only once, at the end.
+            residual, and waits for the device only once, when it is judged.
         damping: The shift :math:`\mu`.
     """
 
@@ -78,7 +79,7 @@ class Iterative(LinearSolver):
         check_number(self, "damping", self.damping, above=0, or_equal=True)
 
     @override
-    def _solve(self, matvec: Matvec, v: Tensor, x0: Tensor | None) -> Solve:
+    def _solve(self, matvec: Matvec, v: Tensor, x0: Tensor | None) -> Attempt:
         operator = Operator(matvec, v.dtype, self.damping)
         v = v.to(torch.promote_types(v.dtype, torch.float32))
         size = norm(v)
@@ -93,28 +94,40 @@ class Iterative(LinearSolver):
             new_x = torch.addcmul(x, run.x, scale)
             new_r = v - operator(new_x)
             new_residual = ratio(norm(new_r), size)
-            # The only place where the host waits for the device when rtol is zero.
             believed = ratio(scale * run.remaining, size)
-            now, belief, taken, failed, value = torch.stack([new_residual, believed, *run[2:]]).tolist()
+            facts = torch.stack([new_residual, believed, *run[2:]])
+            if self.rtol == 0:
+                return Attempt(new_x, new_residual, facts, partial(self._judge, operator, v, x0))
+            now, _, taken, failed, value = facts.tolist()
             if steps == 0 and (failed or not math.isfinite(now)):
                 raise self._error(operator, v, x0, int(taken), value if failed else None)
-            if self.rtol == 0 and now > 1.1 * belief + operator.eps**0.5:
-                self._check_disagreement(operator, v, now, belief)
             if failed or not now < reached:
                 break
             stalled = now > reached / 2
             x, r, residual, reached, steps = new_x, new_r, new_residual, now, steps + int(taken)
-            if self.rtol == 0 or reached <= self.rtol:
-                return Solve(x, residual, steps)
-            if stalled or steps >= self.max_steps or taken == 0:
+            if reached <= self.rtol or stalled or steps >= self.max_steps or taken == 0:
                 break
-        warnings.warn(
-            f"{type(self).__name__}: the relative residual is {reached:.1e} after {steps} of {self.max_steps} steps, "
-            f"above rtol={self.rtol:g}: {self._explain(operator, v, x, r)}",
-            ConvergenceWarning,
-            stacklevel=3,
-        )
-        return Solve(x, residual, steps)
+
+        def compare(facts: list[float]) -> int:
+            if reached > self.rtol:
+                warnings.warn(
+                    f"{type(self).__name__}: the relative residual is {reached:.1e} after {steps} of {self.max_steps} "
+                    f"steps, above rtol={self.rtol:g}: {self._explain(operator, v, x, r)}",
+                    ConvergenceWarning,
+                    stacklevel=3,
+                )
+            return steps
+
+        return Attempt(x, residual, v.new_zeros(0), compare)
+
+    def _judge(self, operator: Operator, v: Tensor, x0: Tensor | None, facts: list[float]) -> int:
+        """Say how a fixed number of steps went."""
+        now, belief, taken, failed, value = facts
+        if failed or not math.isfinite(now):
+            raise self._error(operator, v, x0, int(taken), value if failed else None)
+        if now > 1.1 * belief + operator.eps**0.5:
+            self._check_disagreement(operator, v, now, belief)
+        return int(taken)
 
     @abstractmethod
     def _run(self, operator: Operator, b: Tensor, target: Tensor, max_steps: int) -> Run:

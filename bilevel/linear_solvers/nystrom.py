@@ -10,11 +10,11 @@ from torch import Tensor
 from typing_extensions import override
 
 from bilevel.linear_solvers.base import (
+    Attempt,
     LinearSolver,
     LinearSolverError,
     Matvec,
     Operator,
-    Solve,
     check_count,
     check_number,
     norm,
@@ -72,44 +72,54 @@ class Nystrom(LinearSolver):
         )
 
     @override
-    def _solve(self, matvec: Matvec, v: Tensor, x0: Tensor | None) -> Solve:
+    def _solve(self, matvec: Matvec, v: Tensor, x0: Tensor | None) -> Attempt:
         plain, damped = Operator(matvec, v.dtype, 0.0), Operator(matvec, v.dtype, self.damping)
         v = v.to(torch.promote_types(v.dtype, torch.float32))
-        if not bool(v.any()):
-            return Solve(torch.zeros_like(v), torch.zeros_like(v[0]), 0)
         rank = min(self.rank, v.numel())
         generator = torch.Generator().manual_seed(self.seed)
-        chosen = torch.randperm(v.numel(), generator=generator)[:rank].to(v.device)
+        chosen = torch.randperm(v.numel(), generator=generator)[:rank].to(v.device, non_blocking=True)
         columns = v.new_empty(rank, v.numel()).T  # each of them contiguous
         for index in range(rank):
             columns[:, index] = plain(torch.zeros_like(v).index_fill(0, chosen[index], 1.0))
-        if not bool(columns.isfinite().all() & v.isfinite().all()):
-            raise not_finite("Nystrom", plain, v) or LinearSolverError("Nystrom: matvec returned NaN or infinity.")
-        theta, basis = _eigen(columns, columns[chosen], plain.eps)
-        smallest = float(theta.min()) + self.damping
-        if smallest <= 10 * plain.eps * (float(theta.abs().max()) + self.damping):
-            raise LinearSolverError(
-                f"Nystrom: the low-rank approximation has an eigenvalue of {float(theta.min()):.2e}, not above "
-                f"-damping={-self.damping:g}: the matrix is indefinite. Raise damping, use "
-                "curvature='gauss_newton', or MINRES."
-            )
+        zero, finite = ~v.any(), columns.isfinite().all() & v.isfinite().all()
+        columns.masked_fill_(~finite, 0.0)  # eigh refuses what is not finite
+        theta, basis, skew = _eigen(columns, columns[chosen], plain.eps)
         inside = basis.T @ v
         rest = v - basis @ inside
         # Project twice: 1 / damping would magnify what rounding left inside.
         rest = rest - basis @ (basis.T @ rest)
         x = basis @ (inside / (theta + self.damping)) + rest / self.damping
-        return Solve(x, ratio(norm(v - damped(x)), norm(v)), rank)
+        x = torch.where(zero, 0.0, x)
+        residual = torch.where(zero, 0.0, ratio(norm(v - damped(x)), norm(v)))
+        facts = torch.stack([zero.to(v.dtype), finite.to(v.dtype), skew, theta.min(), theta.abs().max()])
+
+        def judge(facts: list[float]) -> int:
+            zero, finite, skew, smallest, largest = facts
+            if zero:
+                return 0
+            if not finite:
+                raise not_finite("Nystrom", plain, v) or LinearSolverError("Nystrom: matvec returned NaN or infinity.")
+            if skew > plain.eps**0.5:
+                raise LinearSolverError(
+                    "Nystrom: the matrix is not symmetric, or matvec is not deterministic (dropout?). Use Exact."
+                )
+            if smallest + self.damping <= 10 * plain.eps * (largest + self.damping):
+                raise LinearSolverError(
+                    f"Nystrom: the low-rank approximation has an eigenvalue of {smallest:.2e}, not above "
+                    f"-damping={-self.damping:g}: the matrix is indefinite. Raise damping, use "
+                    "curvature='gauss_newton', or MINRES."
+                )
+            return rank
+
+        return Attempt(x, residual, facts, judge)
 
 
-def _eigen(columns: Tensor, block: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Eigenvalues and eigenvectors of ``columns @ pinv(block) @ columns.T``."""
+def _eigen(columns: Tensor, block: Tensor, eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Eigenvalues and eigenvectors of ``columns @ pinv(block) @ columns.T``, and how far it is from symmetric."""
     low, high = torch.aminmax(columns)
     largest = torch.maximum(-low, high)
     largest = torch.where(largest > 0, largest, 1.0)
-    if float((block - block.T).abs().amax() / largest) > eps**0.5:
-        raise LinearSolverError(
-            "Nystrom: the matrix is not symmetric, or matvec is not deterministic (dropout?). Use Exact."
-        )
+    skew = (block - block.T).abs().amax() / largest
     # Divided by the largest entry, so that squares neither overflow nor vanish.
     values, vectors = torch.linalg.eigh((block + block.T) / (2 * largest))
     kept = values.abs() > 10 * len(values) * eps * values.abs().amax()
@@ -117,4 +127,4 @@ def _eigen(columns: Tensor, block: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     factor = columns / largest @ (vectors * root)
     q, triangle = torch.linalg.qr(factor)
     theta, rotation = torch.linalg.eigh((triangle * values.sign()) @ triangle.T)
-    return theta * largest, q @ rotation
+    return theta * largest, q @ rotation, skew

@@ -8,7 +8,7 @@ The value of a best response at :math:`\lambda` is the current weights; its deri
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +51,18 @@ class Steps(NamedTuple):
     aux: Any
 
 
+class Doubt(NamedTuple):
+    """Whether a derivative is right, as long as the host has not waited for the device to find out.
+
+    Attributes:
+        numbers: What decides, on the device, shape ``(k,)``.
+        settle: Takes these numbers; raises if the derivative is wrong.
+    """
+
+    numbers: Tensor
+    settle: Callable[[list[float]], None]
+
+
 class BestResponse(nn.Module, ABC):
     r"""A differentiable best response, :math:`\lambda \mapsto r(\lambda)`.
 
@@ -66,6 +78,8 @@ class BestResponse(nn.Module, ABC):
             is then a list of as many. Zero for methods that leave all inner steps to the solver.
         restarts: Whether these steps forget what was trained before.
         steps: The steps that :meth:`forward` made last.
+        doubts: A list, during an outer step, to which the method adds what it would otherwise read from the device
+            itself: the solver reads everything at once. None means that a method settles its doubts alone.
         pure: Whether the solver may compile the steps around its methods. They may then read only its parameters and
             buffers, the problem and their arguments, and change only its buffers. :meth:`forward` may not read its
             training batch.
@@ -77,6 +91,7 @@ class BestResponse(nn.Module, ABC):
     unrolled_steps: int = 0
     restarts: bool = False
     steps: Steps | None = None
+    doubts: list[Doubt] | None = None
     pure: bool = False
     can_compile: bool = False
     compiles: bool = False

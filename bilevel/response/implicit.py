@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from bilevel.linear_solvers import CG, LinearSolver
 from bilevel.problem import Loss, Model, Problem
-from bilevel.response.base import BestResponse, Method
+from bilevel.response.base import BestResponse, Doubt, Method
 from bilevel.response.compiled_curvature import CompiledCurvature, Products
 from bilevel.response.curvature import Curvature, GaussNewton, Hessian, flatten, unflatten
 from bilevel.response.fit import check_continuous, check_dependence
@@ -144,10 +144,18 @@ class ImplicitResponse(BestResponse):
             A tensor of shape ``(h,)``.
         """
         curvature = self._products(hyper, train_batch)
-        guess = self.guess if self.settings.warm_start and bool(self.guess.any()) else None
-        found = self.settings.linear_solver.solve_with_info(curvature.product, cotangent, guess)
+        guess = self.guess if self.settings.warm_start else None
+        found = self.settings.linear_solver.attempt(curvature.product, cotangent, guess)
         self._solution = found.solution
-        self.report = {"residual": found.residual, "solver_steps": torch.as_tensor(found.steps)}
+
+        def settle(facts: list[float]) -> None:
+            steps = torch.full((), found.judge(facts), device=cotangent.device)
+            self.report = {"residual": found.residual, "solver_steps": steps}
+
+        if self.doubts is None:
+            settle(found.facts.tolist())
+        else:
+            self.doubts.append(Doubt(found.facts, settle))
         return -curvature.cross_vjp(found.solution)
 
     def _products(self, hyper: Tensor, batch: Any) -> Curvature | Products:

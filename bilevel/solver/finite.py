@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -76,7 +78,9 @@ class FiniteCheck:
             return
         norms, losses = steps.norms.to(self._first_bad), steps.losses.to(self._first_bad)
         first = (~(norms + losses).isfinite()).to(torch.int).argmax()  # the first bad one, if there is one
-        self._note(torch.stack([first + step, norms[first], losses[first], norms.new_zeros(())]), step)
+        # Not by indexing, which would read the index.
+        norm, loss = (values.gather(0, first[None])[0] for values in (norms, losses))
+        self._note(torch.stack([first + step, norm, loss, norms.new_zeros(())]), step)
 
     def outer(self, step: int, loss: Tensor, norms: Tensor, values: Tensor, inner_step: int) -> None:
         """Judge an outer step, and all inner steps that have not been judged.
@@ -101,6 +105,15 @@ class FiniteCheck:
             record = self._noted()
             self._judge(torch.stack([record, torch.zeros_like(record)]), inner_step)
 
+    @contextmanager
+    def reading_once(self) -> Generator[None]:
+        """Let the response leave its own doubts to :meth:`outer`, which is to be called inside the block."""
+        self._response.doubts = []
+        try:
+            yield
+        finally:
+            self._response.doubts = None
+
     def _note(self, record: Tensor, inner_step: int) -> None:
         if self.at_once:
             self._judge(torch.stack([record, torch.zeros_like(record)]), inner_step)
@@ -123,7 +136,9 @@ class FiniteCheck:
         Raises:
             DivergenceError: If an entry is not finite.
         """
-        inner, outer = records.tolist()
+        doubts = self._response.doubts or []
+        numbers = torch.cat([records.flatten(), *(doubt.numbers.to(records) for doubt in doubts)]).tolist()
+        inner, outer, rest = numbers[:4], numbers[4:8], iter(numbers[8:])
         if not math.isfinite(sum(inner[1:])):
             self.forget()
             undone = "That step has been undone."
@@ -133,6 +148,10 @@ class FiniteCheck:
                 undone = "It and all later steps have been undone."
             raise DivergenceError(self._inner_message(*inner, undone=undone))
         self._last_good.forget()
+        # If both are wrong, a loss that is not finite is the cause.
+        if math.isfinite(outer[2]):
+            for doubt in doubts:
+                doubt.settle([next(rest) for _ in range(len(doubt.numbers))])
         if not math.isfinite(sum(outer[1:])):
             raise DivergenceError(self._outer_message(*outer))
 

@@ -231,7 +231,7 @@ class Solver:
         """
         train_batch, valid_batch = self.to_device(self._train_batches(train_batch)), self.to_device(valid_batch)
         hyper, steps = self.vector.detach(), (self.inner_steps, self.outer_steps)
-        with self.streams["loss"]():
+        with self.streams["loss"](), self._finite.reading_once():
             if self.response.unrolled_steps and self.inner_steps == 0:
                 self._differentiation.rehearse(hyper, train_batch[0])
             loss, slopes = self._differentiation.of_outer_loss(hyper, (train_batch, valid_batch), steps)
