@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from numbers import Integral
 from typing import Any
@@ -13,6 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset, IterableDataset
+
+BY_NAME = "To choose by name, use params.named_parameters(): it has the names of your module."
 
 
 def check_integer(name: str, value: object, minimum: int) -> None:
@@ -98,7 +101,55 @@ def check_clip(name: str, clip: Any) -> float | None:
     return float(clip)
 
 
-def make_optimizer(name: str, factory: Any, params: list[nn.Parameter]) -> Optimizer:
+def check_one_process() -> None:
+    """Refuse to be one of several processes, which would each tune on their own.
+
+    Raises:
+        RuntimeError: If there are several.
+    """
+    declared = os.environ.get("WORLD_SIZE", "")
+    count, source = (int(declared) if declared.isdecimal() else 1), "the environment variable WORLD_SIZE"
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        count, source = max(count, torch.distributed.get_world_size()), "the process group or WORLD_SIZE"
+    if count > 1:
+        raise RuntimeError(
+            f"{source} says that this is one of {count} processes. Every process would tune hyperparameters of its "
+            "own, which bilevel does not combine yet: run one process, without torchrun."
+        )
+
+
+class Parameters(list[nn.Parameter]):
+    """What an optimizer factory is given: a list of parameters that knows their names.
+
+    Weights have the names that they have in your module. A parameter of a response that belongs to one weight has the
+    name of that weight, so that a factory which chooses by name does the same for both.
+
+    Example:
+        >>> params = Parameters([("0.weight", nn.Parameter(torch.ones(2))), ("0.bias", nn.Parameter(torch.ones(1)))])
+        >>> def factory(params):
+        ...     biases = [param for name, param in params.named_parameters() if name.endswith("bias")]
+        ...     others = [param for name, param in params.named_parameters() if not name.endswith("bias")]
+        ...     return torch.optim.AdamW([{"params": biases, "weight_decay": 0.0}, {"params": others}])
+        >>> [len(group["params"]) for group in factory(params).param_groups]
+        [1, 1]
+    """
+
+    def __init__(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Keep parameters with their names."""
+        pairs = list(named)
+        super().__init__(param for _, param in pairs)
+        self._names = [name for name, _ in pairs]
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Pairs of a name and a parameter, as ``named_parameters`` of a module gives them.
+
+        Returns:
+            An iterator.
+        """
+        return zip(self._names, self, strict=True)
+
+
+def make_optimizer(name: str, factory: Any, params: Parameters) -> Optimizer:
     """Call an optimizer factory, and check what it made.
 
     Returns:
@@ -106,7 +157,7 @@ def make_optimizer(name: str, factory: Any, params: list[nn.Parameter]) -> Optim
 
     Raises:
         TypeError: If it is not a factory of optimizers that step without a closure.
-        ValueError: If it made an optimizer of other parameters.
+        ValueError: If it made an optimizer of other parameters, or not of all.
     """
     if isinstance(factory, Optimizer):
         kind = type(factory).__name__
@@ -116,16 +167,30 @@ def make_optimizer(name: str, factory: Any, params: list[nn.Parameter]) -> Optim
         )
     if not callable(factory):
         raise TypeError(f"{name} must be a function params -> torch.optim.Optimizer, got {type(factory).__name__}.")
-    optimizer = factory(params)
+    try:
+        optimizer = factory(params)
+    except Exception as error:
+        error.add_note(
+            f"Raised by {name}, which is called with a list of parameters, as in "
+            f"lambda params: torch.optim.SGD(params, lr=0.1). {BY_NAME}"
+        )
+        raise
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{name} must return a torch.optim.Optimizer, got {type(optimizer).__name__}.")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError(f"{name} made an LBFGS, which needs a closure; use SGD, Adam, AdamW, RMSprop or Adagrad.")
-    given = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    if given != {id(param) for param in params}:
+    made = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    if made - {id(param) for param in params}:
         raise ValueError(
             f"{name} made an optimizer of other parameters than it was given: pass its argument on, as in "
-            "lambda params: torch.optim.SGD(params, lr=0.1)."
+            "lambda params: torch.optim.SGD(params, lr=0.1). The solver trains copies, so net.parameters() and "
+            f"net.named_parameters() are not what it trains. {BY_NAME}"
+        )
+    missing = [name for name, param in params.named_parameters() if id(param) not in made]
+    if missing:
+        raise ValueError(
+            f"{name} made an optimizer that leaves out {', '.join(map(repr, missing))}: put every parameter into a "
+            "group. To keep a weight as it is, call requires_grad_(False) on it before you state the problem."
         )
     return optimizer
 

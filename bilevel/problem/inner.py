@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -21,9 +22,10 @@ def trainable(inner: Any) -> dict[str, Tensor]:
 
     Raises:
         TypeError: If ``inner`` is neither a module nor a mapping from strings to tensors.
-        ValueError: If there is nothing to train, or a tensor has two names or no value yet.
+        ValueError: If there is nothing to train, a tensor has two names or no value yet, or a module is wrapped.
     """
     if isinstance(inner, nn.Module):
+        _check_wrappers(inner)
         named = dict(inner.named_parameters())
         lazy = [name for name, value in named.items() if isinstance(value, UninitializedParameter)]
         if lazy:
@@ -44,6 +46,23 @@ def trainable(inner: Any) -> dict[str, Tensor]:
         twins = [key for key, value in inner.items() if id(value) == name]
         raise ValueError(f"inner: {' and '.join(map(repr, twins))} are the same tensor; give it one name.")
     return dict(inner)
+
+
+def _check_wrappers(module: nn.Module) -> None:
+    # torch._dynamo takes a second to import; if it has not been, nothing is compiled.
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    for name, part in module.named_modules():
+        where = f"inner.{name}" if name else "inner"
+        if isinstance(part, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                f"{where} is a {type(part).__name__}: pass the module inside, net.module. Several processes or devices "
+                "are not supported yet."
+            )
+        if dynamo is not None and isinstance(part, dynamo.OptimizedModule):
+            raise ValueError(
+                f"{where} was compiled by torch.compile, whose result cannot be differentiated twice: pass the "
+                "original module, net._orig_mod. Solver and solve compile their steps with compile=True."
+            )
 
 
 def ties(module: nn.Module) -> dict[str, str]:

@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from typing_extensions import override
 
 from bilevel.hyper import Hyper, Named, Space, suggest
+from bilevel.problem.advice import advice
 from bilevel.problem.batch import describe, first_dimension
 from bilevel.problem.inner import check_kind, ties, trainable
 from bilevel.problem.loss import Loss, LossFunction, reduce
@@ -279,6 +280,8 @@ class Problem:
                         "Use the helpers of bilevel.functional and index from the right (hyper[...][..., i]), or pass "
                         "perturb='batch' to the method."
                     )
+                for note in advice(error, name, batch):
+                    error.add_note(note)
                 raise
         return reduce(name, result, self.examples, batch)
 

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from bilevel.arguments import check_clip, make_optimizer, make_scheduler
+from bilevel.arguments import Parameters, check_clip, make_optimizer, make_scheduler
 from bilevel.response import BestResponse
+from bilevel.structure import Dense, Rowwise
 
 HALF = (torch.float16, torch.bfloat16)
-OptimizerFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
+OptimizerFactory = Callable[[Parameters], Optimizer]
 SchedulerFactory = Callable[[Optimizer], LRScheduler]
 Gradients = dict[str, list[Tensor | None]]
 """One gradient per parameter of every group; None where there is no dependence."""
@@ -63,10 +64,11 @@ class Optimization:
             "inner": check_clip("inner_clip", inner_clip),
             "outer": check_clip("outer_clip", outer_clip),
         }
-        self.params = _group(response, vector)
+        groups = _group(response, vector)
+        self.params: Mapping[str, list[nn.Parameter]] = groups
         self.optimizers: dict[str, Optimizer] = {}
         self.schedulers: dict[str, LRScheduler] = {}
-        for name, params in self.params.items():
+        for name, params in groups.items():
             self.optimizers[name] = make_optimizer(*factories[name], params)
             level = LEVELS[name]
             scheduler = schedulers[level]
@@ -172,11 +174,23 @@ class Optimization:
             scheduler.load_state_dict(state["schedulers"][name])
 
 
-def _group(response: BestResponse, vector: nn.Parameter) -> dict[str, list[nn.Parameter]]:
+def _group(response: BestResponse, vector: nn.Parameter) -> dict[str, Parameters]:
     groups = {"weights": list(response.inner.weights)}
     scale = [] if response.scale is None else list(response.scale.parameters())
     taken = {id(param) for param in groups["weights"] + scale}
     groups["response"] = [param for param in response.parameters() if id(param) not in taken]
     groups["hyper"] = [vector]
     groups["scale"] = scale
-    return {name: params for name, params in groups.items() if params}
+    names = _names(response) | {id(vector): "hyper"}
+    return {group: Parameters((names[id(p)], p) for p in params) for group, params in groups.items() if params}
+
+
+def _names(response: BestResponse) -> dict[int, str]:
+    """The name of every parameter, by its id: that of the weight to which it belongs, if it belongs to one."""
+    names = {id(param): name for name, param in response.named_parameters()}
+    names |= {id(weight): name for name, weight in response.inner.params().items()}
+    for part in response.modules():
+        if isinstance(part, Dense | Rowwise):
+            own = part.slopes if isinstance(part, Dense) else part.templates
+            names |= {id(param): name for name, param in zip(part.names, own, strict=True)}
+    return names

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
-from bilevel.arguments import check_flag, check_integer, check_loader
+from bilevel.arguments import check_flag, check_integer, check_loader, check_one_process
 from bilevel.hyper import Named
 from bilevel.problem import Problem
 from bilevel.response import BestResponse, Method, get_method
@@ -99,7 +99,8 @@ class Solver:
             problem: What to solve.
             method: A name in ``bilevel.METHODS`` or an instance such as ``bilevel.DeltaSTN(entropy=1e-3)``.
             inner_optimizer: Makes an optimizer from parameters; called for the weights and for the response, which
-                never gets its ``weight_decay``. Adam with learning rate 1e-3 by default.
+                never gets its ``weight_decay``. Adam with learning rate 1e-3 by default. The parameters are a list with
+                names, :class:`bilevel.solver.Parameters`, from which it may make groups.
             outer_optimizer: The same for the hyperparameters and the scale; RMSprop with learning rate 1e-2 by default.
             response_optimizer: Replaces ``inner_optimizer`` for the response.
             inner_scheduler: Makes a learning-rate scheduler from each inner optimizer.
@@ -119,6 +120,7 @@ class Solver:
         """
         if not isinstance(problem, Problem):
             raise TypeError(f"problem must be a bilevel.Problem, got {type(problem).__name__}.")
+        check_one_process()
         self.problem = problem
         self.method = get_method(method)
         check_integer("seed", seed, 0)
