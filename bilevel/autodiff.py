@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
+from typing_extensions import override
 
 PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size, np.ndarray, np.generic)
 """Outputs that carry no derivative."""
@@ -163,6 +164,45 @@ def map_tensors(
         return result
 
     return pytree.tree_map(visit, output)
+
+
+class Gate:
+    """The identity. Its derivative is zero while it is closed, which cuts a graph in two."""
+
+    def __init__(self) -> None:
+        """Start open."""
+        self.is_closed = False
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """Let a tensor through.
+
+        Returns:
+            The same numbers.
+        """
+        passed: Tensor = _Pass.apply(tensor, self)  # type: ignore[no-untyped-call]
+        return passed
+
+    @contextmanager
+    def closed(self) -> Generator[None]:
+        """Close the gate inside the block."""
+        self.is_closed = True
+        try:
+            yield
+        finally:
+            self.is_closed = False
+
+
+class _Pass(torch.autograd.Function):
+    @staticmethod
+    @override
+    def forward(ctx: Any, tensor: Tensor, gate: Gate) -> Tensor:
+        ctx.gate = gate
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *cotangents: Any) -> tuple[Tensor | None, None]:
+        return None if ctx.gate.is_closed else cotangents[0], None
 
 
 def _primal_plus_tangent(leaf: Tensor) -> Tensor:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from typing_extensions import override
+
+if TYPE_CHECKING:
+    from _collections_abc import dict_items, dict_values
 
 
 def suggest(name: object, known: Iterable[str]) -> str:
@@ -27,12 +32,47 @@ def suggest(name: object, known: Iterable[str]) -> str:
 
 
 class Named(dict[str, Tensor]):
-    """A dict of tensors whose ``KeyError`` names what was asked for, and what there is."""
+    """A dict of tensors whose ``KeyError`` names what was asked for, and what there is.
+
+    Attributes:
+        kind: What an error message calls them.
+        read: The names of those that were asked for.
+    """
 
     def __init__(self, kind: str, items: Iterable[tuple[str, Tensor]]) -> None:
-        """Store the items; ``kind`` is what an error message calls them."""
+        """Store the items."""
         super().__init__(items)
         self.kind = kind
+        self.read: set[str] = set()
+
+    @override
+    def __getitem__(self, name: str) -> Tensor:
+        """Read one of them."""
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        """Go through the names; whoever does reads all of them. It also leads ``dict(named)`` to the other methods."""
+        self.read.update(super().keys())
+        return super().__iter__()
+
+    @override
+    def get(self, name: str, default: Any = None) -> Any:
+        """Read one of them, if it is there."""
+        return self[name] if name in self else default
+
+    @override
+    def values(self) -> dict_values[str, Tensor]:
+        """Read all of them."""
+        self.read.update(super().keys())
+        return super().values()
+
+    @override
+    def items(self) -> dict_items[str, Tensor]:
+        """Read all of them."""
+        self.read.update(super().keys())
+        return super().items()
 
     def __getattr__(self, name: str) -> Tensor:
         """Say how to read a value.

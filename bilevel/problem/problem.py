@@ -18,6 +18,7 @@ from bilevel.problem.batch import describe, first_dimension
 from bilevel.problem.inner import check_kind, ties, trainable
 from bilevel.problem.loss import Loss, LossFunction, reduce
 from bilevel.problem.model import Model
+from bilevel.problem.weight_norm import exact_weight_norm
 
 
 class Problem:
@@ -92,6 +93,8 @@ class Problem:
         self._modules = [] if self.module is None else list(self.module.modules())
         self._module_ids = frozenset(map(id, self._modules))
         self._passes = 0
+        self._read: set[str] = set()
+        self._weight_norm = exact_weight_norm(self.module)
         self._ties = {} if self.module is None else ties(self.module)
         self.space = Space(hyper)
         self.examples = examples or first_dimension
@@ -123,6 +126,11 @@ class Problem:
         """The buffers of the module by name, such as BatchNorm statistics."""
         return {} if self.module is None else dict(self.module.named_buffers())
 
+    @property
+    def unread(self) -> list[str]:
+        """The hyperparameters that no loss has read so far, nor ``initial``."""
+        return [name for name in self.space.hyper if name not in self._read]
+
     def initial_hyper(self) -> Tensor:
         """The initial unconstrained vector, in at least single precision on the device of the weights.
 
@@ -147,7 +155,9 @@ class Problem:
         weights = {name: value.detach() for name, value in self.params.items()}
         if self._initial is None:
             return weights
-        given = self._initial(hyper if isinstance(hyper, Named) else self.space.values(hyper))
+        values = hyper if isinstance(hyper, Named) else self.space.values(hyper)
+        given = self._initial(values)
+        self._read |= values.read
         if not isinstance(given, Mapping):
             raise TypeError(f"initial must return a mapping from names to tensors, got {type(given).__name__}.")
         for name, value in given.items():
@@ -177,7 +187,7 @@ class Problem:
         Returns:
             The loss, reduced to a scalar.
         """
-        return self._evaluate("inner_loss", model, hyper, batch)
+        return self.evaluate("inner_loss", model, hyper, batch)
 
     def outer_loss(self, model: Model, hyper: Tensor, batch: Any) -> Loss:
         """Evaluate the user's outer loss in ``outer_mode``.
@@ -190,7 +200,7 @@ class Problem:
         Returns:
             The loss, reduced to a scalar.
         """
-        return self._evaluate("outer_loss", model, hyper, batch)
+        return self.evaluate("outer_loss", model, hyper, batch)
 
     def call(self, tensors: dict[str, Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the network with other weights and buffers than its own.
@@ -264,9 +274,23 @@ class Problem:
                 state[key] = new.clone()
         return state
 
-    def _evaluate(self, name: str, model: Model, hyper: Tensor | Named, batch: Any) -> Loss:
+    def evaluate(
+        self, name: str, model: Model, hyper: Tensor | Named, batch: Any, *, training: bool | None = None
+    ) -> Loss:
+        """Evaluate one of the user's losses.
+
+        Args:
+            name: ``"inner_loss"`` or ``"outer_loss"``.
+            model: Predictions and weights.
+            hyper: Unconstrained; or natural values, by name.
+            batch: Handed to the loss.
+            training: The mode of the module; that of this loss by default.
+
+        Returns:
+            The loss, reduced to a scalar.
+        """
         values = hyper if isinstance(hyper, Named) else self.space.values(hyper)
-        with self._mode(self._train_mode[name]):
+        with self._mode(self._train_mode[name] if training is None else training), self._weight_norm:
             try:
                 result = self.user_losses[name](model, values, batch)
             except Exception as error:
@@ -283,6 +307,7 @@ class Problem:
                 for note in advice(error, name, batch):
                     error.add_note(note)
                 raise
+        self._read |= values.read
         return reduce(name, result, self.examples, batch)
 
     @contextmanager

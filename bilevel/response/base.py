@@ -134,6 +134,24 @@ class BestResponse(nn.Module, ABC):
             A model whose ``params`` are :math:`r(\lambda)`.
         """
 
+    def check(self, hyper: Tensor, batch: Any) -> None:
+        """Refuse, before work starts, an inner loss that this method would get wrong.
+
+        The solver calls it with the first batch of each kind. It changes nothing and draws no random numbers.
+
+        Args:
+            hyper: The current hyperparameters, shape ``(h,)``.
+            batch: For the inner loss.
+        """
+
+    def check_outer(self, hyper: Tensor, batch: Any) -> None:
+        """The same for the outer loss.
+
+        Args:
+            hyper: The current hyperparameters, shape ``(h,)``.
+            batch: For the outer loss.
+        """
+
     def outer_perturbation(self, batch: Any) -> Tensor | None:
         """What to add to the hyperparameters in the outer loss, for methods that perturb it.
 

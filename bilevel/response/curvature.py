@@ -7,8 +7,7 @@ reverse), at the price of a backward pass through it. Vectors are flat: the weig
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any, final
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import override
 
-from bilevel.autodiff import map_tensors, vjp
+from bilevel.autodiff import Gate, map_tensors, vjp
 from bilevel.hyper import Named
 from bilevel.problem import Model, Variables
 
@@ -125,7 +124,7 @@ class GaussNewton(Curvature):
         Raises:
             ValueError: If the loss depends on the weights in another way than through outputs and ``model.params``.
         """
-        self.gate = _Gate()
+        self.gate = Gate()
         self.outputs: list[Tensor] = []  # as the network returned them
         self.seen: list[Tensor] = []  # as the loss sees them, behind the gate
         self.read: list[Tensor] = []
@@ -173,38 +172,6 @@ class GaussNewton(Curvature):
             bent = _zeros_for_none(vjp(self.slopes, arguments, [*along, *change], retain_graph=True), arguments)
         parts = vjp([*self.outputs, *self.read], self.weights, bent, retain_graph=True)
         return flatten(_zeros_for_none(parts, self.weights))
-
-
-class _Gate:
-    """The identity. Its derivative is zero while it is closed, which cuts a graph in two."""
-
-    def __init__(self) -> None:
-        self.is_closed = False
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        passed: Tensor = _Pass.apply(tensor, self)  # type: ignore[no-untyped-call]
-        return passed
-
-    @contextmanager
-    def closed(self) -> Generator[None]:
-        self.is_closed = True
-        try:
-            yield
-        finally:
-            self.is_closed = False
-
-
-class _Pass(torch.autograd.Function):
-    @staticmethod
-    @override
-    def forward(ctx: Any, tensor: Tensor, gate: _Gate) -> Tensor:
-        ctx.gate = gate
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *cotangents: Any) -> tuple[Tensor | None, None]:
-        return None if ctx.gate.is_closed else cotangents[0], None
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:

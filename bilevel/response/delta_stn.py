@@ -48,6 +48,8 @@ class DeltaSTN(Hypernetwork):
 class DeltaResponse(HypernetworkResponse):
     r"""The learned :math:`\theta = \{w_0, \Theta\}`."""
 
+    linearizes = True
+
     @override
     def inner_loss(self, hyper: Tensor, batch: Any) -> Iterator[Loss]:
         r"""The unperturbed loss for :math:`w_0`, then the perturbed and linearised one for :math:`\Theta`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,11 +13,12 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from bilevel.autodiff import linearize
+from bilevel.checks import check_outputs, check_rows
 from bilevel.hyper import Scale
 from bilevel.problem import Model, Problem
 from bilevel.responding import Responding
 from bilevel.response.base import BestResponse, Method
-from bilevel.structure import Examples, Theta, choose, make, respond
+from bilevel.structure import Theta, choose, make, respond
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +75,7 @@ class HypernetworkResponse(BestResponse):
     r"""An affine response: :math:`w_0` or :math:`\phi_0` in ``inner``, :math:`\Theta` or :math:`\Phi` in ``theta``."""
 
     pure = True
+    linearizes = False
     scale: Scale
 
     def __init__(self, problem: Problem, settings: Hypernetwork) -> None:
@@ -82,7 +85,6 @@ class HypernetworkResponse(BestResponse):
         default = "dense" if problem.module is None else "rowwise"
         kinds = choose(default if settings.structure is None else settings.structure, list(problem.params))
         self.theta = make(problem.params, kinds, hyper.numel(), max_gigabytes=settings.max_gigabytes)
-        self._known = Examples(problem.evaluating)
         self._norm = None if problem.module is None else _first_norm(problem.module)
         self.per_example = _per_example(problem, kinds, settings.perturb)
         self._must_count = settings.perturb == "example"
@@ -95,6 +97,25 @@ class HypernetworkResponse(BestResponse):
             like=hyper,
             shared=problem.space.shared(),
         )
+
+    @override
+    def check(self, hyper: Tensor, batch: Any) -> None:
+        """Refuse what perturbations of their own for all examples, or linearised predictions, would get wrong."""
+        self._check_rows("inner_loss", hyper, batch)
+        if self.linearizes:
+            check_outputs(self.problem, self.inner, hyper, batch, method="delta_stn", remedy="method='centered_stn'")
+
+    @override
+    def check_outer(self, hyper: Tensor, batch: Any) -> None:
+        """The same for the outer loss, where it is perturbed."""
+        if self.scale.perturb_outer:
+            self._check_rows("outer_loss", hyper, batch)
+
+    def _check_rows(self, loss: str, hyper: Tensor, batch: Any) -> None:
+        count = self._examples(batch)
+        if count is not None and isinstance(self.theta, Theta):
+            noise = partial(self.scale.sample, count)
+            check_rows(self.problem, self.inner, loss, self.theta, hyper, noise, batch, count)
 
     def perturbation(self, batch: Any) -> Tensor:
         r"""Draw :math:`\epsilon \sim p(\epsilon | \sigma)`; the inner level does not train :math:`\sigma`.
@@ -138,7 +159,7 @@ class HypernetworkResponse(BestResponse):
             return Model(moved, linearize(predict, weights, change))
         rows = self.theta.rows(shift) if isinstance(self.theta, Theta) else {}
         params = {name: Responding(name, w, rows[name]) if name in rows else w for name, w in weights.items()}
-        return Model(params, respond(predict, weights, rows, self._known, linearized=linearized))
+        return Model(params, respond(predict, weights, rows, linearized=linearized))
 
     def _examples(self, batch: Any) -> int | None:
         if not self.per_example:

@@ -21,13 +21,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from bilevel.checks import check_outputs, check_smooth, repeatable
 from bilevel.linear_solvers import CG, LinearSolver
 from bilevel.problem import Loss, Model, Problem
 from bilevel.response.base import BestResponse, Doubt, Method
 from bilevel.response.compiled_curvature import CompiledCurvature, Products
 from bilevel.response.curvature import Curvature, GaussNewton, Hessian, flatten, unflatten
 from bilevel.response.fit import check_continuous, check_dependence
-from bilevel.rng import Stream
 
 FAMILY = "implicit differentiation"
 CURVATURES: dict[str, type[Curvature]] = {"hessian": Hessian, "gauss_newton": GaussNewton}
@@ -93,7 +93,6 @@ class ImplicitResponse(BestResponse):
         self.settings = settings
         self.register_buffer("guess", torch.zeros_like(flatten(list(self.inner.params().values()))).detach())
         self._solution = self.guess
-        self._checked = False
         self._compiled: CompiledCurvature | None = None
 
     @override
@@ -103,11 +102,18 @@ class ImplicitResponse(BestResponse):
             self._compiled = CompiledCurvature(CURVATURES[self.settings.curvature], self.inner)
 
     @override
+    def check(self, hyper: Tensor, batch: Any) -> None:
+        """Refuse what has no second derivatives, and losses that the theorem, or the curvature, does not fit."""
+        with repeatable(self.problem.device):
+            check_dependence(self._curvature(hyper, batch), self.problem, FAMILY)
+        check_smooth(self.problem, self.inner, hyper, batch, method=FAMILY)
+        if self.settings.curvature == "gauss_newton":
+            who = "the Gauss-Newton matrix"
+            check_outputs(self.problem, self.inner, hyper, batch, method=who, remedy="curvature='hessian'")
+
+    @override
     def inner_loss(self, hyper: Tensor, batch: Any) -> Iterator[Loss]:
-        r"""The inner loss of the weights, :math:`\mathcal{L}_T(\lambda, w)`; the first call checks the problem."""
-        if not self._checked:
-            with Stream.current(self.problem.device)():  # the check must not use up random numbers
-                self._check_fit(self._curvature(hyper, batch))
+        r"""The inner loss of the weights, :math:`\mathcal{L}_T(\lambda, w)`."""
         yield self.problem.inner_loss(self.inner.model(self.inner.params(), update_buffers=True), hyper, batch)
 
     @override
@@ -159,23 +165,11 @@ class ImplicitResponse(BestResponse):
         return -curvature.cross_vjp(found.solution)
 
     def _products(self, hyper: Tensor, batch: Any) -> Curvature | Products:
-        """The curvature that a solve uses, checked at the first call."""
-        if self._compiled is None:
-            curvature = self._curvature(hyper, batch)
-            if not self._checked:
-                self._check_fit(curvature)
-            return curvature
-        if not self._checked:
-            with Stream.current(self.problem.device)():  # the check must not use up random numbers
-                self._check_fit(self._curvature(hyper, batch))
-        return self._compiled(hyper, batch)
+        """The curvature that a solve uses."""
+        return self._curvature(hyper, batch) if self._compiled is None else self._compiled(hyper, batch)
 
     def _curvature(self, hyper: Tensor, batch: Any) -> Curvature:
         return CURVATURES[self.settings.curvature](self.inner, hyper, batch)
-
-    def _check_fit(self, curvature: Curvature) -> None:
-        check_dependence(curvature, self.problem, FAMILY)
-        self._checked = True
 
 
 class _Response(torch.autograd.Function):

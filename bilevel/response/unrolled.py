@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from bilevel.autodiff import vjp
+from bilevel.checks import repeatable
 from bilevel.compilation import Staged
 from bilevel.optimizers import DifferentiableOptimizer
 from bilevel.problem import Loss, Model, Problem
@@ -37,7 +38,6 @@ from bilevel.response.curvature import Hessian, flatten
 from bilevel.response.fit import check_continuous, check_dependence
 from bilevel.response.step import Point, Step, Tangent
 from bilevel.response.trajectory import Trajectory
-from bilevel.rng import Stream
 from bilevel.structure.dense import check_memory
 
 FAMILY = "unrolling"
@@ -122,7 +122,6 @@ class UnrolledResponse(BestResponse):
         self._step: Step | None = None
         self._compiled: Staged | None = None
         self._end: Point | None = None
-        self._checked = False
 
     @property
     def _differentiated(self) -> int:
@@ -138,13 +137,15 @@ class UnrolledResponse(BestResponse):
             self._compiled = Staged(stage, "the steps of unrolling")
 
     @override
+    def check(self, hyper: Tensor, batch: Any) -> None:
+        """Refuse what has no second derivatives, and hyperparameters on which the training does not depend."""
+        whole = self.settings.restart and self._differentiated == self.settings.steps
+        with repeatable(self.problem.device):
+            check_dependence(Hessian(self.inner, hyper, batch), self.problem, FAMILY, start=whole)
+
+    @override
     def inner_loss(self, hyper: Tensor, batch: Any) -> Iterator[Loss]:
-        r"""The inner loss of the weights, :math:`\mathcal{L}_T(\lambda, w)`; the first call checks the problem."""
-        if not self._checked:
-            with Stream.current(self.problem.device)():  # the check must not use up random numbers
-                whole = self.settings.restart and self._differentiated == self.settings.steps
-                check_dependence(Hessian(self.inner, hyper, batch), self.problem, FAMILY, start=whole)
-            self._checked = True
+        r"""The inner loss of the weights, :math:`\mathcal{L}_T(\lambda, w)`."""
         yield self.problem.inner_loss(self.inner.model(self.inner.params(), update_buffers=True), hyper, batch)
 
     @override

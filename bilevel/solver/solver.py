@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from bilevel.arguments import check_flag, check_integer, check_loader, check_one_process
+from bilevel.checks import Kinds
 from bilevel.hyper import Named
 from bilevel.problem import Problem
 from bilevel.response import BestResponse, Method, get_method
@@ -159,6 +160,7 @@ class Solver:
         self.inner_steps = 0
         self.outer_steps = 0
         self.inner_aux: Any = None
+        self._kinds = {"inner": Kinds(), "outer": Kinds()}
         self._last_good = LastGood(self.state_dict, self._load)
         self._finite = FiniteCheck(self.response, self.vector.detach(), self._last_good)
         self._differentiation = Differentiation(self.response, self.optimization, self._finite, compile=compile)
@@ -169,7 +171,7 @@ class Solver:
 
     @property
     def optimizers(self) -> dict[str, Optimizer]:
-        """By name: ``weights``, ``response``, ``hyper`` and ``scale``, as far as there is something to train."""
+        """By the names ``weights``, ``response``, ``hyper`` and ``scale``, as far as there is something to train."""
         return self.optimization.optimizers
 
     @property
@@ -209,6 +211,8 @@ class Solver:
             self._last_good.keep()
         try:
             with buffers_kept(self.response.inner), self.streams["loss"]():
+                for batch in moved:
+                    self._check_kind(batch)
                 loss, values, gradients = self._differentiation.of_inner_losses(self.vector.detach(), moved)
                 norms = self.optimization.set_gradients(gradients)
                 self._finite.inner(self.inner_steps, values, norms)
@@ -236,7 +240,11 @@ class Solver:
         with self.streams["loss"](), self._finite.reading_once():
             if self.response.unrolled_steps and self.inner_steps == 0:
                 self._differentiation.rehearse(hyper, train_batch[0])
+            for batch in train_batch if self.response.unrolled_steps else [train_batch]:
+                self._check_kind(batch)
+            self._check_kind(valid_batch, outer=True)
             loss, slopes = self._differentiation.of_outer_loss(hyper, (train_batch, valid_batch), steps)
+            self._check_reads()
             direct, through_weights, *for_scale = slopes
             hypergradient = direct + through_weights
             gradients: Gradients = {"hyper": [hypergradient.clone()]}
@@ -397,3 +405,17 @@ class Solver:
                 f"one batch for all of them, write [batch] * {count}."
             )
         return train_batch
+
+    def _check_kind(self, batch: Any, *, outer: bool = False) -> None:
+        """Let the response look at the first batch of each kind."""
+        if self._kinds["outer" if outer else "inner"].new(batch, self.problem.examples(batch)):
+            check = self.response.check_outer if outer else self.response.check
+            check(self.vector.detach(), batch)
+
+    def _check_reads(self) -> None:
+        """Refuse hyperparameters that no loss has read."""
+        if self.problem.unread:
+            raise ValueError(
+                f"neither inner_loss nor outer_loss reads hyper[{self.problem.unread[0]!r}], so that nothing can tune "
+                "it and noise would move it: use it in a loss, or leave it out of Problem(hyper=...)."
+            )

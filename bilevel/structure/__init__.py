@@ -3,14 +3,12 @@
 from bilevel.structure import attention, convolution, elementwise, linear, moves, norms  # which register their rules
 from bilevel.structure.choice import STRUCTURES, Theta, choose, make
 from bilevel.structure.dense import Dense
-from bilevel.structure.examples import Examples
 from bilevel.structure.respond import Respond, respond, rule
 from bilevel.structure.rowwise import Rowwise
 
 __all__ = [
     "STRUCTURES",
     "Dense",
-    "Examples",
     "Respond",
     "Rowwise",
     "Theta",

@@ -28,7 +28,6 @@ from typing_extensions import override
 
 from bilevel.autodiff import forward_level, primal_plus_tangent
 from bilevel.responding import Rows
-from bilevel.structure.examples import Examples
 
 Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}
@@ -94,8 +93,6 @@ class Respond(TorchFunctionMode):
     Attributes:
         count: The number of examples, B.
         linearized: Keep values and responses apart, as dual numbers; a level of forward mode must be active.
-        in_doubt: Whether an activation had a second dimension as long as the batch.
-        seen: The activations that met responding weights, if asked to watch, and what to say if one is wrong.
     """
 
     def __init__(
@@ -105,13 +102,10 @@ class Respond(TorchFunctionMode):
         count: int,
         *,
         linearized: bool,
-        watch: bool = False,
     ) -> None:
         """Respond for these weights; those without rows do not."""
         super().__init__()
-        self.count, self.linearized, self._watch = count, linearized, watch
-        self.in_doubt = False
-        self.seen: list[tuple[str, Tensor]] = []
+        self.count, self.linearized = count, linearized
         self._responding: dict[int, Weight] = {}
         for name, (factor, template) in rows.items():
             sizes = [*template.shape[:1], *[1] * (template.ndim - 1)]
@@ -238,16 +232,10 @@ class Respond(TorchFunctionMode):
         if right and self.responds(x) and self.spread(x):
             _, _, factor, template = self.weight(x)
             x = self.join(x.clone(memory_format=torch.contiguous_format), factor[:, 0] * template[0])
-        self.in_doubt |= x.shape.count(self.count) > 1
-        right = right and not self.responds(x)
-        if right and not self._watch:
+        if right and not self.responds(x):
             return x
         reason = f"on an input of shape {tuple(x.shape)}, whose dimension 0 does not count the {self.count} examples"
-        refusal = self.refusal(name, func, reason)
-        if not right:
-            raise ValueError(refusal)
-        self.seen.append((refusal, x.detach()))
-        return x
+        raise ValueError(self.refusal(name, func, reason))
 
     def check_output(self, output: Any) -> None:
         """Refuse a network that returns a responding weight as it is.
@@ -273,7 +261,6 @@ def respond(
     predict: Callable[..., Any] | None,
     weights: Mapping[str, Tensor],
     rows: Mapping[str, Rows],
-    examples: Examples,
     *,
     linearized: bool,
 ) -> Callable[..., Any] | None:
@@ -283,7 +270,6 @@ def respond(
         predict: The network, called as ``predict(weights, *args, **kwargs)``; or None.
         weights: By name.
         rows: Their responses; a weight without one stays as it is.
-        examples: What is known about the place of the examples.
         linearized: Expand predictions to first order in the response.
 
     Returns:
@@ -293,14 +279,7 @@ def respond(
         return None if predict is None else partial(predict, weights)
     count = len(next(iter(rows.values())).factor)
 
-    def watch(*args: Any, **kwargs: Any) -> Respond:
-        mode = Respond(weights, rows, count, linearized=False, watch=True)
-        with mode:
-            predict(weights, *args, **kwargs)
-        return mode
-
     def responding(*args: Any, **kwargs: Any) -> Any:
-        examples.check(watch, args, kwargs, count, strict=False)
         with forward_level() if linearized else nullcontext():
             mode = Respond(weights, rows, count, linearized=linearized)
             with mode:
@@ -308,8 +287,6 @@ def respond(
             mode.check_output(output)
             if linearized:
                 output = primal_plus_tangent(output)
-        if mode.in_doubt:
-            examples.check(watch, args, kwargs, count, strict=True)
         return output
 
     return responding

@@ -1,0 +1,18 @@
+"""Checks that no hypergradient is silently wrong: made on the first batch of each kind, never in a later step.
+
+=================  ================================================================================================
+file               what it refuses
+=================  ================================================================================================
+``kinds``          (decides which batch is of a new kind)
+``rows``           row i of a hyperparameter that reaches the loss of another example; a weight whose response is lost
+``outputs``        a loss without curvature in what the network returns, where predictions are linearised
+``smooth``         a loss with kinks, where second derivatives are taken
+=================  ================================================================================================
+"""
+
+from bilevel.checks.kinds import Kinds, repeatable
+from bilevel.checks.outputs import check_outputs
+from bilevel.checks.rows import check_rows
+from bilevel.checks.smooth import check_smooth
+
+__all__ = ["Kinds", "check_outputs", "check_rows", "check_smooth", "repeatable"]

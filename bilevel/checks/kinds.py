@@ -1,0 +1,71 @@
+"""Which batches are of a kind that has not been checked."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Generator, Hashable
+from contextlib import contextmanager
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from bilevel.rng import Stream
+
+EXACT = 16
+"""So many kinds are told apart by all sizes of their tensors; later ones by less, so that checks come to an end."""
+
+
+@final
+class Kinds:
+    """Remembers which kinds of batches have been checked.
+
+    Two batches are of one kind if they agree in nesting and in the dtypes and shapes of their tensors. Every batch may
+    have another shape, as sequences do that are trimmed to the longest. Then only the first ones are told apart by all
+    sizes, the others by what can confuse examples with something else: their number, and which dimensions are as long
+    as the batch.
+
+    Example:
+        >>> kinds = Kinds()
+        >>> [kinds.new(torch.zeros(size, 3), size) for size in (4, 4, 2)]
+        [True, False, True]
+    """
+
+    def __init__(self) -> None:
+        """Start without knowledge."""
+        self._seen: set[Hashable] = set()
+
+    def new(self, batch: Any, count: int | None) -> bool:
+        """Whether no batch of this kind was asked about before.
+
+        Args:
+            batch: Any nesting.
+            count: Its number of examples.
+
+        Returns:
+            True once for each kind.
+        """
+        leaves, nesting = pytree.tree_flatten(batch)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        exact = (nesting, *((leaf.dtype, leaf.shape) for leaf in tensors))
+        if exact in self._seen:
+            return False
+        rough = (nesting, count, *((leaf.dtype, *(size == count for size in leaf.shape)) for leaf in tensors))
+        if len(self._seen) >= 2 * EXACT and rough in self._seen:
+            return False
+        self._seen |= {exact, rough}
+        return True
+
+
+@contextmanager
+def repeatable(device: torch.device) -> Generator[None]:
+    """Leave all random numbers that are drawn inside the block to be drawn again."""
+    numbers, others = np.random.get_state(), random.getstate()
+    try:
+        with Stream.current(device)(), torch.enable_grad():
+            yield
+    finally:
+        np.random.set_state(numbers)
+        random.setstate(others)

@@ -1,0 +1,65 @@
+r"""Perturbations of their own for all examples: what they need to be right.
+
+Example i has the perturbation :math:`\epsilon_i`. The expected gradient of :math:`\Theta` is that of one perturbation
+for the whole batch if two things hold:
+
+1. The loss is a sum in which every term has one perturbation,
+   :math:`\mathcal{L}(\epsilon_1, \dots, \epsilon_B) = \sum_i \ell_i(\epsilon_i)`.
+2. With the same perturbation in every row, it is the loss with the weights multiplied out,
+   :math:`\mathcal{L}(\epsilon, \dots, \epsilon) = \mathcal{L}_T(\lambda + \epsilon, w_0 + \Theta \epsilon)`.
+
+For all :math:`\epsilon_i` have one distribution, so that
+:math:`\sum_i \mathbb{E}\,\nabla \ell_i(\epsilon_i) = \mathbb{E}\,\nabla \sum_i \ell_i(\epsilon)`.
+
+The first fails where a hyperparameter, with one value per example, meets something else than its own example: the mean
+of a loss, another axis of the same length, another row. The second fails where a weight is used out of sight. Both are
+tried with a random :math:`\Theta` on a batch. Batch norm breaks the first, and is let through, as in the paper: the
+statistics over the examples are held fixed meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bilevel.checks.alike import check_shapes, check_sight
+from bilevel.checks.kinds import repeatable
+from bilevel.checks.separable import check_separable
+from bilevel.checks.subject import Subject
+from bilevel.problem import Problem, Variables
+from bilevel.structure import Theta
+
+
+def check_rows(
+    problem: Problem,
+    inner: Variables,
+    loss: str,
+    theta: Theta,
+    hyper: Tensor,
+    noise: Callable[[], Tensor],
+    batch: Any,
+    count: int,
+) -> None:
+    """Refuse a loss that is not made for perturbations of their own, and a network that hides a weight.
+
+    Args:
+        problem: The problem.
+        inner: Weights and buffers.
+        loss: ``"inner_loss"`` or ``"outer_loss"``.
+        theta: A response by rows; its numbers are not used.
+        hyper: Unconstrained, shape ``(h,)``.
+        noise: Draws perturbations, shape ``(B, h)``.
+        batch: For the loss.
+        count: Its number of examples.
+    """
+    with repeatable(hyper.device):
+        subject = Subject(problem, inner, loss, theta.random(inner.params()), hyper, batch, count)
+        first, second = noise().detach(), noise().detach()
+        check_sight(subject, first[0])
+        check_shapes(subject, first[0])
+        if count > 1:
+            shared = problem.space.shared().to(hyper.device)
+            check_separable(subject, first, torch.where(shared, first, second))

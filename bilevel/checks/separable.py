@@ -1,0 +1,156 @@
+"""Rows that differ: the loss must be a sum of terms with one perturbation each.
+
+Then the derivative in the perturbations of some examples does not change with those of the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from bilevel.autodiff import map_tensors
+from bilevel.checks.statistics import FixedStatistics
+from bilevel.checks.subject import REMEDY, Subject, gradients, read
+from bilevel.problem import Model
+
+
+def check_separable(subject: Subject, first: Tensor, second: Tensor) -> None:
+    """Refuse a loss that is no such sum, and say why it is none.
+
+    Args:
+        subject: What is checked.
+        first: Perturbations, shape ``(B, h)``.
+        second: Others.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    pair = _Pair(subject, first, second)
+    if not pair.coupled(direct=slice(None), through=True):
+        return
+    if pair.compared():
+        raise ValueError(
+            f"{subject.loss} compares or normalises over the examples of a batch: the derivative in what the network "
+            "returns for one example changes with what it returns for others. Then no example can have a perturbation "
+            "of its own. Take a loss that is a sum over examples, for instance without dividing by a sum over the "
+            f"batch, {REMEDY}."
+        )
+    start = 0
+    for name, entry in subject.problem.space.hyper.items():
+        columns = slice(start, start + entry.init.numel())
+        start = columns.stop
+        if pair.coupled(direct=columns, through=False):
+            raise ValueError(
+                f"{subject.loss} lets the value of hyper[{name!r}] for one example reach the loss of other examples. "
+                f"It has shape {subject.shape(name)} there, one row for each of the {subject.count} examples. The "
+                "usual causes: it multiplies a mean over the batch (use a loss per example, as "
+                "bilevel.functional.cross_entropy, mse_loss or reduction='none' give, and multiply that); it is "
+                f"broadcast along another axis (write x * bilevel.functional.per_example(hyper[{name!r}], x)); it is "
+                f"indexed from the left (write hyper[{name!r}][..., 0]). Mend that, declare it with shared=True, "
+                f"{REMEDY}."
+            )
+    culprit = pair.mixing_weight()
+    raise ValueError(
+        f"the network mixes the examples at the weight {culprit!r}: its response to the perturbation of one example "
+        "reaches the predictions for others. Either dimension 0 of what meets that weight does not count the "
+        f"{subject.count} examples, although it is as long, or the network moves or mixes them. Put the examples "
+        f"first, let the weight not respond (structure={{{culprit!r}: 'none'}}), {REMEDY}."
+    )
+
+
+class _Pair:
+    """Two perturbations for every example."""
+
+    def __init__(self, subject: Subject, first: Tensor, second: Tensor) -> None:
+        self.subject, self.first, self.second = subject, first, second
+        self.own = ~subject.problem.space.shared().to(first.device)  # the entries with one row per example
+        self.fixed = FixedStatistics(subject.count)
+        place = torch.arange(subject.count, device=first.device)
+        half = subject.count // 2
+        self.groups = (place < half, place >= half, place % 2 == 1)
+
+    def coupled(self, *, direct: slice, through: bool, names: Sequence[str] | None = None) -> bool:
+        """Whether slopes of kept examples change when a group of others gets its second perturbation.
+
+        Args:
+            direct: Entries of the hyperparameters that get it.
+            through: Whether the weights get it.
+            names: Of the weights that respond; all by default.
+
+        Returns:
+            The answer.
+        """
+        before = self._slopes(self.first, self.first, names)
+        for changed in self.groups:
+            mixed = torch.where(changed[:, None], self.second, self.first)
+            values = self.first.clone()
+            values[:, direct] = mixed[:, direct]
+            after = self._slopes(values, mixed if through else self.first, names)
+            for old, new in zip(before, after, strict=True):
+                error, size = (new - old)[~changed].abs(), old.abs().amax(0)
+                limit = self.subject.rounding * size + torch.finfo(size.dtype).eps * size.max()
+                if bool((error > limit)[:, self.own].any()):
+                    return True
+        return False
+
+    def _slopes(self, values: Tensor, shift: Tensor, names: Sequence[str] | None) -> list[Tensor]:
+        """The derivative of the loss in the hyperparameters of each example, directly and through its weights."""
+        subject = self.subject
+        through = shift.clone().requires_grad_()
+        rows = {name: part for name, part in subject.theta.rows(through).items() if names is None or name in names}
+        direct = values.clone().requires_grad_()
+        try:
+            loss = subject.evaluate(subject.responding(rows, self.fixed), subject.hyper + direct)
+        except (RuntimeError, TypeError):  # an operation may refuse to be differentiated in a hyperparameter
+            loss = subject.evaluate(subject.responding(rows, self.fixed), subject.hyper + values)
+        return gradients(loss, [direct, through])
+
+    def compared(self) -> bool:
+        """Whether the derivative in the outputs for some examples changes with the outputs for others."""
+        subject = self.subject
+        alike = self.first[:1].expand_as(self.first)
+        params = read(subject.weights(), subject.theta.rows(alike))
+        predict = subject.inner.predictor()
+        changed = self.groups[-1]
+
+        def slopes(move: bool) -> list[Tensor]:
+            outputs: list[Tensor] = []
+
+            def replace(output: Tensor) -> Tensor:
+                if not output.is_floating_point() or output.shape[:1] != (subject.count,):
+                    return output
+                value = output.detach()
+                if move:
+                    waves = torch.arange(value.numel(), device=value.device).to(value).cos().view(value.shape)
+                    step = (value.std(correction=0) + 0.1) * waves
+                    value = torch.where(changed.view(-1, *[1] * (value.ndim - 1)), value + step, value)
+                outputs.append(value.clone().requires_grad_())
+                return outputs[-1].clone()
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                assert predict is not None
+                return map_tensors(replace, predict(subject.weights(), *args, **kwargs))
+
+            return gradients(subject.evaluate(Model(params, call), subject.hyper + alike), outputs)
+
+        try:
+            pairs = [*zip(slopes(False), slopes(True), strict=True)]
+        except RuntimeError:  # the loss differentiates the network itself, which is cut off here
+            return False
+        errors = [((new - old)[~changed].abs().max(), old.abs().max()) for old, new in pairs]
+        return any(bool(error > subject.rounding * size) for error, size in errors)
+
+    def mixing_weight(self) -> str:
+        """A weight whose response mixes the examples, found by halving; the first of several that do so together."""
+        names = [*self.subject.theta.rows(self.first)]
+        while len(names) > 1:
+            half = len(names) // 2
+            parts = (names[:half], names[half:])
+            mixing = [part for part in parts if self.coupled(direct=slice(0), through=True, names=part)]
+            if not mixing:
+                break
+            names = mixing[0]
+        return names[0]

@@ -1,0 +1,81 @@
+"""Statistics over the examples of a batch, held fixed: batch norm may couple examples, nothing else may."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+NAMES = ("mean", "var", "std", "var_mean", "std_mean")
+STATISTICS = {getattr(owner, name) for owner in (torch, Tensor) for name in NAMES if hasattr(owner, name)}
+
+
+@final
+class FixedStatistics(TorchFunctionMode):
+    """Inside, means and variances over the examples are those of the first pass, and constant.
+
+    That makes the examples of a network with batch norm independent of each other, whether the norm is PyTorch's or the
+    user's own. A statistic of everything, as the mean of a loss, is none of these.
+    """
+
+    def __init__(self, count: int) -> None:
+        """Hold the statistics of ``count`` examples."""
+        super().__init__()
+        self._count = count
+        self._known: list[Any] = []
+        self._place = 0
+
+    def again(self) -> FixedStatistics:
+        """Begin a pass.
+
+        Returns:
+            This object.
+        """
+        self._place = 0
+        return self
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Replace statistics."""
+        kwargs = kwargs or {}
+        if func is F.batch_norm:
+            return self._batch_norm(*args, **kwargs)
+        if func in STATISTICS and self._over_examples(*args, **kwargs):
+            return self._fixed(lambda: func(*args, **kwargs))
+        return func(*args, **kwargs)
+
+    def _over_examples(self, input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> bool:
+        if (
+            not isinstance(input, Tensor)
+            or input.shape[:1] != (self._count,)
+            or not isinstance(dim, int | tuple | list)
+        ):
+            return False
+        dims = {place % input.ndim for place in ([dim] if isinstance(dim, int) else dim)}
+        return 0 in dims and len(dims) < input.ndim
+
+    def _batch_norm(
+        self,
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float | None = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        if training or running_mean is None:
+            dims = [dim for dim in range(input.ndim) if dim != 1]
+            running_var, running_mean = self._fixed(lambda: torch.var_mean(input, dims, correction=0))
+        return F.batch_norm(input, running_mean, running_var, weight, bias, False, 0.0, eps)
+
+    def _fixed(self, compute: Callable[[], Any]) -> Any:
+        if self._place == len(self._known):
+            self._known.append(pytree.tree_map_only(Tensor, Tensor.detach, compute()))
+        self._place += 1
+        return self._known[self._place - 1]

@@ -1,0 +1,135 @@
+"""A loss on a batch, under a random response: what the checks of rows evaluate, with equal random numbers each time."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, final
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from bilevel.checks.kinds import repeatable
+from bilevel.checks.statistics import FixedStatistics
+from bilevel.problem import Model, Problem, Variables
+from bilevel.responding import Responding, Rows
+from bilevel.structure import Theta, respond
+
+REMEDY = "or pass perturb='batch' to the method, with which all examples share one perturbation"
+
+
+@final
+@dataclass
+class Subject:
+    """What is checked.
+
+    Attributes:
+        problem: The problem.
+        inner: Weights and buffers.
+        loss: ``"inner_loss"`` or ``"outer_loss"``.
+        theta: A response by rows, with random numbers.
+        hyper: Unconstrained, shape ``(h,)``.
+        batch: For the loss.
+        count: Its number of examples.
+        eps: The machine precision in which the network computes, as far as it was seen.
+    """
+
+    problem: Problem
+    inner: Variables
+    loss: str
+    theta: Theta
+    hyper: Tensor
+    batch: Any
+    count: int
+    eps: float = field(default=0.0)
+
+    @property
+    def rounding(self) -> float:
+        """What rounding can do, relatively: the root of the machine precision."""
+        return math.sqrt(max(self.eps, torch.finfo(self.hyper.dtype).eps))
+
+    def weights(self) -> dict[str, Tensor]:
+        """The weights by name, without a gradient."""
+        return {name: weight.detach() for name, weight in self.inner.params().items()}
+
+    def shape(self, name: str) -> str:
+        """That of a hyperparameter with one row per example."""
+        return str((self.count, *self.problem.space.hyper[name].init.shape))
+
+    def evaluate(self, model: Model, hyper: Tensor, *, training: bool | None = None, skip: int = 0) -> Tensor:
+        """The loss of a model.
+
+        Args:
+            model: What the loss sees.
+            hyper: Unconstrained, shape ``(h,)`` or ``(B, h)``.
+            training: The mode of the network; that of the loss by default.
+            skip: Draw that many random numbers before, to get others.
+
+        Returns:
+            A scalar.
+        """
+        with repeatable(self.hyper.device):
+            for device in {torch.device("cpu"), self.hyper.device}:
+                torch.rand(skip, device=device)
+            return self.problem.evaluate(self.loss, model, hyper, self.batch, training=training).value
+
+    def responding(self, rows: Mapping[str, Rows], fixed: FixedStatistics | None = None) -> Model:
+        """The model whose weights respond by rows, as in training.
+
+        Args:
+            rows: One perturbation per example, by name of the weight.
+            fixed: Statistics over the examples, if they should not change.
+
+        Returns:
+            What a loss sees.
+        """
+        weights = self.weights()
+        predict = respond(self.inner.predictor(), weights, rows, linearized=False)
+        if fixed is not None:
+            fixed.again()
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            assert predict is not None
+            with fixed or nullcontext():
+                output = predict(*args, **kwargs)
+            for leaf in pytree.tree_leaves(output):
+                if isinstance(leaf, Tensor) and leaf.is_floating_point():
+                    self.eps = max(self.eps, torch.finfo(leaf.dtype).eps)
+            return output
+
+        return Model(read(weights, rows), None if predict is None else call)
+
+    def plain(self, weights: Mapping[str, Tensor], params: Mapping[str, Any]) -> Model:
+        """The network with some weights, and penalties that read others.
+
+        Returns:
+            What a loss sees.
+        """
+        predict = self.inner.predictor()
+        return Model(params, None if predict is None else partial(predict, weights))
+
+
+def read(weights: Mapping[str, Tensor], rows: Mapping[str, Rows]) -> dict[str, Any]:
+    """What a penalty reads where weights respond by rows.
+
+    Returns:
+        By name.
+    """
+    return {name: Responding(name, w, rows[name]) if name in rows else w for name, w in weights.items()}
+
+
+def gradients(loss: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
+    """The gradient in every leaf, zero where there is none.
+
+    Returns:
+        One tensor per leaf.
+    """
+    found: Sequence[Tensor | None] = [None] * len(leaves)
+    if loss.requires_grad and leaves:
+        found = torch.autograd.grad(loss, [*leaves], allow_unused=True)
+    pairs = zip(found, leaves, strict=True)
+    return [torch.zeros_like(leaf) if slope is None else slope.nan_to_num() for slope, leaf in pairs]
