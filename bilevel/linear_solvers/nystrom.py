@@ -43,7 +43,7 @@ class Nystrom(LinearSolver):
 
     Exact where the rank of :math:`\mathbf{H}` is at most k, an approximation otherwise: it promises no residual and
     never warns. An eigenvalue :math:`\theta \le -\mu`, or an asymmetric :math:`\mathbf{W}`, raises
-    :class:`LinearSolverError`.
+    :class:`LinearSolverError`. On a GPU its two small eigendecompositions wait for the device.
 
     Attributes:
         rank: The number k of columns, one Hessian-vector product each; all of them where there are fewer.
