@@ -8,12 +8,11 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 demo: .venv/.demo  ## tune an MLP on scikit-learn's digits with three methods, against fixed hyperparameters
 	$(BIN)/python -m applications.digits
 
-test: .venv/.test  ## lint, types, tests, doctests and docs
+test: .venv/.test  ## lint, types, tests and doctests; one of the tests builds the docs as `make docs` does
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/python -m pytest -n 2
-	$(MAKE) --no-print-directory docs
 
 ROUNDS ?= 1
 FACTOR ?= 20

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import shlex
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, is_hypothesis_test, settings
 from hypothesis.internal.conjecture import providers
+from torch._subclasses import fake_tensor
 
 # Nothing here looks at the clock or at what an earlier run has stored, so a slow machine comes to the same verdict.
 settings.register_profile(
@@ -22,6 +24,9 @@ settings.register_profile("fuzz", settings.get_profile("test"), derandomize=Fals
 
 # Tests run in parallel processes; one thread each is fastest for their small tensors.
 torch.set_num_threads(1)
+# A trace keeps the Python stack for each of its operations, for messages of torch's own. Under pytest, whose stacks are
+# deep, that takes half of the time of all tests of compilation.
+fake_tensor.traceback = SimpleNamespace(extract_stack=list, format_list=list)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -17,12 +17,12 @@ METHODS = {
     "gauss_newton": Implicit(CG(max_steps=8, rtol=0.0, damping=10.0), curvature="gauss_newton"),
     "neumann": Implicit(Neumann(max_steps=8, rtol=0.0, damping=10.0), curvature="gauss_newton"),
     "nystrom": Implicit(Nystrom(rank=4, damping=10.0), curvature="gauss_newton"),
-    "reverse": Unrolled(steps=4),
-    "truncated": Unrolled(steps=4, truncate=2),
-    "checkpoint": Unrolled(steps=4, checkpoint=True),
-    "restart": Unrolled(steps=3, restart=True),
-    "forward": Unrolled(steps=4, mode="forward"),
-    "forward truncated": Unrolled(steps=4, truncate=1, mode="forward"),
+    "reverse": Unrolled(steps=3),
+    "truncated": Unrolled(steps=3, truncate=2),
+    "checkpoint": Unrolled(steps=3, checkpoint=True),
+    "restart": Unrolled(steps=2, restart=True),
+    "forward": Unrolled(steps=3, mode="forward"),
+    "forward truncated": Unrolled(steps=3, truncate=1, mode="forward"),
 }
 TWO = {name: METHODS[name] for name in ("hessian", "reverse")}
 FEW = {name: METHODS[name] for name in ("hessian", "gauss_newton", "reverse", "forward")}
