@@ -46,9 +46,9 @@ def inner_loss(model: Any, hyper: Any, batch: Any) -> Tensor:
     x, y = batch
     x = bilevel.functional.gaussian_noise(x, hyper["noise"])
     logits = model(x, hyper["dropout"] if "dropout" in hyper else 0.1)
-    penalty = hyper["decay"][..., 0] * bilevel.l2(model.params) + hyper["decay"][..., 1] * bilevel.l2(
-        [model.params["out.weight"]]
-    )
+    penalty = hyper["decay"][..., 0] * bilevel.l2(model.params) + hyper["decay"][..., 1] * bilevel.l2([
+        model.params["out.weight"]
+    ])
     if "holes" in hyper:
         penalty = penalty + 1e-3 * hyper["holes"] * bilevel.l2(model.params)
     return F.cross_entropy(logits, y, reduction="none") + penalty

@@ -5,20 +5,29 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from enum import Enum
 from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size, np.ndarray, np.generic)
 """Outputs that carry no derivative."""
+
+NORMS = (F.layer_norm, F.batch_norm, F.instance_norm, torch.layer_norm, torch.batch_norm, torch.instance_norm)
+SOFTMAX = (
+    *(F.softmax, torch.softmax, Tensor.softmax, F.softmin, F.log_softmax, torch.log_softmax, Tensor.log_softmax),
+    *(torch.logsumexp, Tensor.logsumexp, F.cross_entropy, F.multi_head_attention_forward),
+    F.scaled_dot_product_attention,
+)
 
 
 def linearize(
@@ -48,7 +57,7 @@ def linearize(
     """
 
     def linearized(*args: Any, **kwargs: Any) -> Any:
-        with forward_level():
+        with forward_level((args, kwargs)):
             duals = {
                 name: forward_ad.make_dual(value, tangents[name]) if name in tangents else value
                 for name, value in params.items()
@@ -59,10 +68,20 @@ def linearize(
 
 
 @contextmanager
-def forward_level() -> Generator[None]:
-    """A level of forward-mode differentiation in which a network may be run."""
+def forward_level(inputs: Any = ()) -> Generator[None]:
+    """A level of forward-mode differentiation in which a network may be run.
+
+    Args:
+        inputs: Of the network. If one requires a gradient, operations are refused whose derivative in it is not known.
+
+    Raises:
+        NotImplementedError: If an operation has no forward mode.
+        RuntimeError: If PyTorch says so.
+    """
+    leaves = pytree.tree_leaves(inputs)
+    mixed = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
     # The fused attention kernels have no forward mode; the plain one has.
-    with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH):
+    with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH), _Mixed() if mixed else nullcontext():
         try:
             yield
         except (NotImplementedError, RuntimeError) as error:
@@ -72,6 +91,21 @@ def forward_level() -> Generator[None]:
                     "needs. Use method='centered_stn', or replace the operation (nn.LSTM: use bilevel.nn.LSTM)."
                 )
             raise
+
+
+class _Mixed(TorchFunctionMode):
+    """Refuses operations of which PyTorch 2.13 has forward mode, but not its derivative in the input."""
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        fixed = func is F.batch_norm and not (kwargs or {}).get("training", args[5] if len(args) > 5 else False)
+        if func in NORMS + SOFTMAX and not fixed:
+            raise NotImplementedError(
+                f"the inner loss differentiates model(x) with respect to x, through {func.__name__}: linearised as in "
+                "delta_stn, PyTorch computes that wrongly or not at all. Use method='centered_stn'; if no such "
+                "derivative is meant, pass x.detach()."
+            )
+        return func(*args, **(kwargs or {}))
 
 
 def primal_plus_tangent(output: Any) -> Any:
@@ -217,5 +251,6 @@ def _plain(leaf: Any) -> Any:
     # A tangent inside an object that is not unpacked here is lost, and with it the gradient of the response.
     raise TypeError(
         f"the network returned a {type(leaf).__name__}, which delta_stn cannot linearise: return its tensors (in "
-        "tuples, lists, dicts or dataclasses) and build it in the loss, or use method='centered_stn'."
+        "tuples, lists, dicts or dataclasses) and build it in the loss, switch it off (a cache of keys and values: "
+        "config.use_cache = False), or use method='centered_stn'."
     )

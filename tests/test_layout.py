@@ -15,7 +15,7 @@ ROOT = Path(bilevel.__file__).parent
 # A part may import from the parts before its own. One folder is one part.
 ORDER = [
     {"responding"},
-    {"arguments", "autodiff", "checkpoint", "functional", "hyper", "nn", "optimizers", "rng"},
+    {"arguments", "autodiff", "batches", "checkpoint", "functional", "hyper", "nn", "optimizers", "precision", "rng"},
     {"compilation", "history", "problem"},
     {"linear_solvers", "structure"},
     {"response"},

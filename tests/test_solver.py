@@ -646,7 +646,7 @@ def test_batches_that_move_themselves_are_moved():
     problem = make_problem(
         inner_loss=lambda model, hyper, batch: seen.append(batch.moved) or bilevel.l2(model.params) * hyper["decay"]
     )
-    make_solver(problem).inner_step(Encoding())
+    make_solver(problem).inner_step(Encoding(x=torch.zeros(2)))
     assert set(seen) == {problem.device}
 
 

@@ -11,6 +11,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from bilevel.compilation.graph import Backend, Compiled, Later, Stage, kind, trace
+from bilevel.precision import autocast_outside
 from bilevel.rng import Stream
 
 MAX_KINDS = 8
@@ -80,7 +81,7 @@ class Staged:
         leaves, nesting = pytree.tree_flatten(inputs)
         tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
         try:
-            which = (nesting, *map(kind, leaves), _autocast(tensors))
+            which = (nesting, *map(kind, leaves), autocast_outside({tensor.device.type for tensor in tensors}))
             compiled = self.compiled.get(which)
             if compiled is None and len(self.compiled) < MAX_KINDS:
                 compiled = self.compiled[which] = self._compile(inputs, tensors)
@@ -130,13 +131,6 @@ class Staged:
                 "or on random numbers of another library"
             )
         return compiled
-
-
-def _autocast(tensors: list[Tensor]) -> Any:
-    where = {tensor.device.type for tensor in tensors}
-    return frozenset(
-        (device, torch.get_autocast_dtype(device)) for device in where if torch.is_autocast_enabled(device)
-    )
 
 
 def _probe(like: Tensor) -> Tensor:

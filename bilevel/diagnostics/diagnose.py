@@ -21,6 +21,7 @@ from bilevel.diagnostics.words import cautions, verdict
 from bilevel.linear_solvers import CG, ConvergenceWarning, Exact, LinearSolver, LinearSolverError
 from bilevel.linear_solvers.base import norm
 from bilevel.loop import Solution
+from bilevel.precision import own_precision
 from bilevel.response import Implicit, Method
 from bilevel.response.curvature import flatten
 from bilevel.solver import DivergenceError, Solver
@@ -97,7 +98,7 @@ def diagnose(
         hint = ": write solution.solver" if isinstance(solver, Solution) else ""
         raise TypeError(f"solver must be a bilevel.Solver, got a {type(solver).__name__}{hint}.")
     check_options(train_batch, valid_batch, linear_solver, curvature, max_dense, max_columns)
-    with warnings.catch_warnings(), torch.enable_grad():
+    with warnings.catch_warnings(), torch.enable_grad(), own_precision(solver.problem.device):
         # The comparison itself shows what an inexact solve does to the hypergradient.
         warnings.simplefilter("ignore", ConvergenceWarning)
         point = Point(solver, solver.to_device(train_batch), solver.to_device(valid_batch), curvature)

@@ -52,6 +52,6 @@ def reduce(name: str, result: Any, examples: Callable[[Any], int | None], batch:
         expected = f"() or ({count},), one value per example" if count is not None else "()"
         raise ValueError(
             f"{name} must return a loss of shape {expected}, got {tuple(value.shape)}. Take the mean, or set "
-            "Problem(examples=...) if dimension 0 of the batch's first tensor does not count examples."
+            "Problem(examples=...) if dimension 0 of the batch's first tensor or array does not count examples."
         )
     return Loss(value.mean(), aux)

@@ -9,15 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.modules.module import register_module_forward_pre_hook
 from typing_extensions import override
 
+from bilevel.batches import count_examples, describe
 from bilevel.hyper import Hyper, Named, Space, suggest
+from bilevel.precision import users_precision
 from bilevel.problem.advice import advice
-from bilevel.problem.batch import describe, first_dimension
 from bilevel.problem.inner import check_kind, ties, trainable
 from bilevel.problem.loss import Loss, LossFunction, reduce
 from bilevel.problem.model import Model
+from bilevel.problem.repeats import Repeats
 from bilevel.problem.weight_norm import exact_weight_norm
 
 
@@ -70,7 +71,8 @@ class Problem:
             initial: A function from the hyperparameters to the weights to start from, by name. Weights that it leaves
                 out start as given in ``inner``. ``Unrolled(restart=True)`` differentiates it; the other methods only
                 use its value.
-            examples: A function that counts the examples in a batch. By default, dimension 0 of the first tensor.
+            examples: A function that counts the examples in a batch. By default, dimension 0 of the first tensor or
+                array that has a dimension.
             outer_mode: ``"eval"`` or ``"train"``, the mode of the module in the outer loss.
 
         Raises:
@@ -91,13 +93,12 @@ class Problem:
         self.module = inner if isinstance(inner, nn.Module) else None
         self.params = trainable(inner)
         self._modules = [] if self.module is None else list(self.module.modules())
-        self._module_ids = frozenset(map(id, self._modules))
-        self._passes = 0
+        self._repeats = Repeats(self.module, self.params.values())
         self._read: set[str] = set()
         self._weight_norm = exact_weight_norm(self.module)
         self._ties = {} if self.module is None else ties(self.module)
         self.space = Space(hyper)
-        self.examples = examples or first_dimension
+        self.examples = examples or count_examples
         self.user_losses = {"inner_loss": inner_loss, "outer_loss": outer_loss}
         self._train_mode = {"inner_loss": True, "outer_loss": outer_mode == "train"}
         check_kind("inner", self.params)
@@ -220,11 +221,11 @@ class Problem:
             raise TypeError("the problem has no network to call.")
         # functional_call could find the ties itself, at each call, which would double its time.
         tensors |= {twin: tensors[name] for twin, name in self._ties.items() if name in tensors}
-        self._passes += 1
+        self._repeats.running += 1
         try:
             return functional_call(self.module, tensors, args, kwargs, tie_weights=False)
         finally:
-            self._passes -= 1
+            self._repeats.running -= 1
 
     def evaluating(self) -> AbstractContextManager[None]:
         """Put the network into eval mode inside the block.
@@ -234,27 +235,13 @@ class Problem:
         """
         return self._mode(training=False)
 
-    @contextmanager
-    def differentiating(self) -> Generator[None]:
-        """Refuse calls of the network inside the block that do not come from :meth:`call`.
+    def differentiating(self) -> AbstractContextManager[None]:
+        """Refuse passes of the network inside the block that do not come from :meth:`call`.
 
-        Activation checkpointing repeats parts of a pass during differentiation. By then, the module has its own weights
-        again, and the gradient would be wrong.
+        Returns:
+            A context manager.
         """
-
-        def refuse(module: nn.Module, args: Any) -> None:
-            if self._passes == 0 and id(module) in self._module_ids:
-                raise RuntimeError(
-                    f"the network ran its {type(module).__name__} again during differentiation, as "
-                    "torch.utils.checkpoint does. That would use other weights than the ones being trained: remove "
-                    "the checkpointing from the network."
-                )
-
-        handle = register_module_forward_pre_hook(refuse)
-        try:
-            yield
-        finally:
-            handle.remove()
+        return self._repeats.refused()
 
     def state_dict(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Any]:
         """Write weights and buffers in the form of the module's own ``state_dict``, with tied and frozen ones.
@@ -290,7 +277,8 @@ class Problem:
             The loss, reduced to a scalar.
         """
         values = hyper if isinstance(hyper, Named) else self.space.values(hyper)
-        with self._mode(self._train_mode[name] if training is None else training), self._weight_norm:
+        mode = self._mode(self._train_mode[name] if training is None else training)
+        with mode, self._repeats.allowed(), users_precision(), self._weight_norm:
             try:
                 result = self.user_losses[name](model, values, batch)
             except Exception as error:

@@ -85,6 +85,7 @@ class BestResponse(nn.Module, ABC):
             training batch.
         can_compile: Whether the method can compile its own costly parts.
         compiles: Whether it should do so; set by the solver before :meth:`connect`.
+        advice: What to add to an error of PyTorch about a derivative that it lacks, in a term of :meth:`inner_loss`.
     """
 
     report: dict[str, Tensor]
@@ -95,6 +96,7 @@ class BestResponse(nn.Module, ABC):
     pure: bool = False
     can_compile: bool = False
     compiles: bool = False
+    advice: str = ""
 
     def __init__(self, problem: Problem) -> None:
         """Copy the weights and buffers of the problem."""

@@ -2,12 +2,15 @@ r"""Second derivatives of the inner loss at one point, from one graph.
 
 The graph of :math:`\nabla_w \mathcal{L}_T` is built once and differentiated again for every product (reverse over
 reverse), at the price of a backward pass through it. Vectors are flat: the weights, or the hyperparameters, in order.
+Autocast is off here, also where the loss switches it on around the network: in half precision, second derivatives are
+too inexact for linear solvers.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -17,6 +20,7 @@ from typing_extensions import override
 
 from bilevel.autodiff import Gate, map_tensors, vjp
 from bilevel.hyper import Named
+from bilevel.precision import full_precision, in_full_precision
 from bilevel.problem import Model, Variables
 
 
@@ -34,7 +38,8 @@ class Curvature(ABC):
         """Build the graph of the gradient on a batch; ``check`` whether this kind of curvature fits the loss."""
         space = inner.problem.space
         # The fused attention kernels have no second derivative; the plain one has.
-        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH):
+        differentiating = inner.problem.differentiating()
+        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), full_precision(hyper.device), differentiating:
             self.weights = [weight.detach().requires_grad_() for weight in inner.params().values()]
             self.hyper = {name: part.detach().requires_grad_() for name, part in space.split(hyper).items()}
             natural = [(name, space.hyper[name].natural(part)) for name, part in self.hyper.items()]
@@ -44,7 +49,11 @@ class Curvature(ABC):
 
     def _model(self, inner: Variables) -> Model:
         """What the loss sees."""
-        return inner.model(dict(zip(inner.params(), self.weights, strict=True)))
+        weights = dict(zip(inner.params(), self.weights, strict=True))
+        predict = inner.predictor()
+        return Model(
+            weights, None if predict is None else partial(in_full_precision(predict, self.weights[0]), weights)
+        )
 
     @abstractmethod
     def product(self, vector: Tensor) -> Tensor:
@@ -136,7 +145,8 @@ class GaussNewton(Curvature):
             raise ValueError(
                 "curvature='gauss_newton' cannot see how inner_loss depends on the weights: it must do so through what "
                 "model(...) returns (tensors, in tuples, lists, dicts or dataclasses) and through model.params, not "
-                "through other objects or forward hooks. Return those tensors, or use curvature='hessian'."
+                "through other objects, forward hooks, or derivatives of model(x) in x (a gradient penalty). Return "
+                "those tensors, or use curvature='hessian'."
             )
         with torch.enable_grad():
             self.dummies = [torch.zeros_like(output).requires_grad_() for output in self.outputs]
@@ -147,6 +157,7 @@ class GaussNewton(Curvature):
         """Gates behind the outputs and the weights, so that the graphs of network and loss can be cut apart."""
         self.read = [self.gate(weight) for weight in self.weights]
         names, predict = list(inner.params()), inner.predictor()
+        full = None if predict is None else in_full_precision(predict, self.weights[0])
 
         def record(output: Tensor) -> Tensor:
             if not output.requires_grad:
@@ -156,11 +167,11 @@ class GaussNewton(Curvature):
             return self.seen[-1].clone()  # a copy, since the loss may change it in place
 
         def call(*args: Any, **kwargs: Any) -> Any:
-            if predict is None:
+            if full is None:
                 raise TypeError("the problem has no network.")
-            return map_tensors(record, predict(dict(zip(names, self.weights, strict=True)), *args, **kwargs))
+            return map_tensors(record, full(dict(zip(names, self.weights, strict=True)), *args, **kwargs))
 
-        return Model(dict(zip(names, self.read, strict=True)), None if predict is None else call)
+        return Model(dict(zip(names, self.read, strict=True)), None if full is None else call)
 
     @override
     def product(self, vector: Tensor) -> Tensor:

@@ -50,6 +50,12 @@ class DeltaResponse(HypernetworkResponse):
 
     linearizes = True
 
+    advice = (
+        "delta_stn differentiates what forward mode computes, and an operation of the network or of inner_loss has no "
+        "such derivative. Use method='centered_stn', or replace the operation (nn.GLU by x * gate.sigmoid(), "
+        "nn.Hardsigmoid by nn.Hardtanh(0, 1) of x / 6 + 1 / 2)."
+    )
+
     @override
     def inner_loss(self, hyper: Tensor, batch: Any) -> Iterator[Loss]:
         r"""The unperturbed loss for :math:`w_0`, then the perturbed and linearised one for :math:`\Theta`."""

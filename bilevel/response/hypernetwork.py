@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from typing_extensions import override
 
 from bilevel.autodiff import linearize
+from bilevel.batches import describe
 from bilevel.checks import check_outputs, check_rows
 from bilevel.hyper import Scale
 from bilevel.problem import Model, Problem
@@ -37,8 +38,9 @@ class Hypernetwork(Method):
             a network and ``"dense"`` for a mapping of tensors.
         perturb: ``"example"`` draws a perturbation for each example of a batch. Hyperparameters then reach the inner
             loss with shape ``(B, *shape)``, and the weights must respond by rows or not at all. ``"batch"`` draws one
-            for all, and works for any network and loss. None is ``"example"`` where weights and batches allow it.
-        max_gigabytes: Refuse a dense response that takes more memory.
+            for all, and works for any network and loss. None is ``"example"`` where the weights allow
+            it and there is a batch.
+        max_gigabytes: Refuse a response that takes more memory.
     """
 
     scale: float = 1.0
@@ -165,10 +167,11 @@ class HypernetworkResponse(BestResponse):
         if not self.per_example:
             return None
         count = self.problem.examples(batch)
-        if count is None and self._must_count:
+        if count is None and (self._must_count or batch is not None):
             raise ValueError(
-                "perturb='example' needs the number of examples, but the batch has no tensor with a dimension: set "
-                "Problem(examples=...), or pass perturb='batch' to the method."
+                "a perturbation for each example needs the number of examples, but the batch has no tensor or array "
+                f"with a dimension ({describe(batch)}): set Problem(examples=...), or pass perturb='batch' to the "
+                "method."
             )
         return count
 

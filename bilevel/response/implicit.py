@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from bilevel.checks import check_outputs, check_smooth, repeatable
-from bilevel.linear_solvers import CG, LinearSolver
+from bilevel.linear_solvers import CG, LinearSolver, LinearSolverError
+from bilevel.precision import has_half_precision, own_precision
 from bilevel.problem import Loss, Model, Problem
 from bilevel.response.base import BestResponse, Doubt, Method
 from bilevel.response.compiled_curvature import CompiledCurvature, Products
@@ -30,6 +31,12 @@ from bilevel.response.curvature import Curvature, GaussNewton, Hessian, flatten,
 from bilevel.response.fit import check_continuous, check_dependence
 
 FAMILY = "implicit differentiation"
+HALF_PRECISION = (
+    "inner_loss computes in half precision (autocast, or half() inside the network), where products with second "
+    "derivatives have two or three correct digits: a linear solver takes that for a matrix that is not symmetric. "
+    "Switch it off where the loss itself or the network switches it on, or use method='implicit_identity', 'unrolled' "
+    "or 'delta_stn'."
+)
 CURVATURES: dict[str, type[Curvature]] = {"hessian": Hessian, "gauss_newton": GaussNewton}
 
 
@@ -128,8 +135,9 @@ class ImplicitResponse(BestResponse):
     @override
     def jvp(self, hyper: Tensor, tangent: Tensor, train_batch: Any = None) -> dict[str, Tensor]:
         r"""The product :math:`-\mathbf{H}^{-1} \frac{\partial^2 \mathcal{L}_T}{\partial w\,\partial \lambda} v`."""
-        curvature = self._curvature(hyper, train_batch)
-        solution = self.settings.linear_solver(curvature.product, -curvature.cross_jvp(tangent))
+        with own_precision(hyper.device):
+            curvature = self._curvature(hyper, train_batch)
+            solution = self.settings.linear_solver(curvature.product, -curvature.cross_jvp(tangent))
         return dict(zip(self.inner.params(), unflatten(solution, curvature.weights), strict=True))
 
     @override
@@ -155,7 +163,12 @@ class ImplicitResponse(BestResponse):
         self._solution = found.solution
 
         def settle(facts: list[float]) -> None:
-            steps = torch.full((), found.judge(facts), device=cotangent.device)
+            try:
+                steps = torch.full((), found.judge(facts), device=cotangent.device)
+            except LinearSolverError as error:
+                if isinstance(curvature, Curvature) and has_half_precision(curvature.loss):
+                    error.add_note(HALF_PRECISION)
+                raise
             self.report = {"residual": found.residual, "solver_steps": steps}
 
         if self.doubts is None:

@@ -185,12 +185,19 @@ class Differentiation:
             One entry per input, None where the loss does not depend on it.
 
         Raises:
+            RuntimeError: If PyTorch lacks a derivative.
             ValueError: If it depends on the user's own tensors, which are not the ones that are trained.
         """
         if not value.requires_grad:
             return [None] * len(inputs)
-        with self._problem.differentiating():
-            gradients: list[Tensor | None] = [*torch.autograd.grad(value, [*inputs, *self._users], allow_unused=True)]
+        try:
+            with self._problem.differentiating():
+                found = torch.autograd.grad(value, [*inputs, *self._users], allow_unused=True)
+        except RuntimeError as error:
+            if self._response.advice and name == "inner_loss" and "is not implemented" in str(error):
+                error.add_note(self._response.advice)
+            raise
+        gradients: list[Tensor | None] = [*found]
         if any(gradient is not None for gradient in gradients[len(inputs) :]):
             raise ValueError(
                 f"{name} depends on your own module, whose weights the solver does not train: compute it from "

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils import _pytree as pytree
 
 from bilevel.arguments import check_flag, check_integer, check_loader, check_one_process
+from bilevel.batches import to_device
 from bilevel.checks import Kinds
 from bilevel.hyper import Named
+from bilevel.precision import own_precision
 from bilevel.problem import Problem
 from bilevel.response import BestResponse, Method, get_method
 from bilevel.rng import Stream
@@ -187,7 +188,7 @@ class Solver:
     @property
     def params(self) -> dict[str, Tensor]:
         """A copy of the weights at the current hyperparameters."""
-        with torch.no_grad():
+        with torch.no_grad(), own_precision(self.problem.device):
             return {name: value.clone() for name, value in self.response(self.vector.detach()).params.items()}
 
     @property
@@ -210,7 +211,7 @@ class Solver:
         if not self._finite.at_once:
             self._last_good.keep()
         try:
-            with buffers_kept(self.response.inner), self.streams["loss"]():
+            with buffers_kept(self.response.inner), self.streams["loss"](), own_precision(self.problem.device):
                 for batch in moved:
                     self._check_kind(batch)
                 loss, values, gradients = self._differentiation.of_inner_losses(self.vector.detach(), moved)
@@ -237,7 +238,7 @@ class Solver:
         """
         train_batch, valid_batch = self.to_device(self._train_batches(train_batch)), self.to_device(valid_batch)
         hyper, steps = self.vector.detach(), (self.inner_steps, self.outer_steps)
-        with self.streams["loss"](), self._finite.reading_once():
+        with self.streams["loss"](), self._finite.reading_once(), own_precision(self.problem.device):
             if self.response.unrolled_steps and self.inner_steps == 0:
                 self._differentiation.rehearse(hyper, train_batch[0])
             for batch in train_batch if self.response.unrolled_steps else [train_batch]:
@@ -306,7 +307,7 @@ class Solver:
         check_loader("loader", loader)
         model = self.response.inner.model(self.params)
         losses, sizes = [], []
-        with self.streams["evaluation"]():
+        with self.streams["evaluation"](), own_precision(self.problem.device):
             for batch in [None] if loader is None else loader:
                 moved = self.to_device(batch)
                 sizes.append(self.problem.examples(moved))
@@ -375,21 +376,12 @@ class Solver:
         """Move a batch to the device of the weights: its tensors, and what has a ``to`` of its own.
 
         Args:
-            batch: Any nesting.
+            batch: Any nesting of tuples, lists, mappings and dataclasses.
 
         Returns:
             The same with everything moved.
         """
-        device = self.problem.device
-
-        def move(leaf: Any) -> Any:
-            if isinstance(leaf, Tensor):
-                # A copy to the CPU that does not block would be read before it has arrived.
-                return leaf.to(device, non_blocking=device.type != "cpu")
-            # Batches of other libraries, such as tokenizers, know how to move themselves.
-            return leaf.to(device) if callable(getattr(leaf, "to", None)) else leaf
-
-        return pytree.tree_map(move, batch)
+        return to_device(batch, self.problem.device)
 
     def _train_batches(self, train_batch: Any) -> Any:
         """What the response takes: the batch, or a list of as many as it makes steps."""
@@ -410,7 +402,8 @@ class Solver:
         """Let the response look at the first batch of each kind."""
         if self._kinds["outer" if outer else "inner"].new(batch, self.problem.examples(batch)):
             check = self.response.check_outer if outer else self.response.check
-            check(self.vector.detach(), batch)
+            with self.problem.differentiating():
+                check(self.vector.detach(), batch)
 
     def _check_reads(self) -> None:
         """Refuse hyperparameters that no loss has read."""

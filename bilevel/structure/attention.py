@@ -86,6 +86,31 @@ def attention(
     return out, shares.mean(1) if average_attn_weights else shares
 
 
+@rule(F.scaled_dot_product_attention)
+def attend(
+    mode: Respond,
+    function: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    """A weight is added to the scores, such as a bias for each distance; then each example has scores of its own."""
+    inputs = [mode.check(x, function, query, key, value, attn_mask) for x in (query, key, value)]
+    if attn_mask is not None and mode.responds(attn_mask):
+        name, _, factor, template, _ = mode.weight(attn_mask)
+        aligned = attn_mask.ndim == query.ndim
+        if aligned and not mode.spread(attn_mask):
+            raise ValueError(mode.refusal(name, function, "whose examples it shares"))
+        change = factor[:, 0] * template[0] if aligned else factor * template
+        change = change.reshape(mode.count, *[1] * (query.ndim - change.ndim), *change.shape[1:])
+        attn_mask = mode.join(attn_mask.expand(change.shape).clone(), change)
+    result: Tensor = function(*inputs, attn_mask, *args, **kwargs)
+    return result
+
+
 def _maybe(mode: Respond, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """A linear layer, whether it responds or not."""
     responds = mode.responds(weight) or mode.responds(bias)

@@ -70,7 +70,7 @@ def make(params: Mapping[str, Tensor], kinds: Mapping[str, str], size: int, *, m
     dense = Dense(chosen["dense"], size, max_gigabytes=max_gigabytes) if chosen["dense"] else None
     if dense is not None and not chosen["rowwise"]:
         return dense
-    return Theta(Rowwise(chosen["rowwise"], size), dense)
+    return Theta(Rowwise(chosen["rowwise"], size, max_gigabytes=max_gigabytes), dense)
 
 
 @final

@@ -50,20 +50,57 @@ def difference_from(mode: Respond, function: Any, input: Any, other: Any) -> Ten
     return difference(mode, function, other, input)
 
 
+@rule(torch.where, Tensor.where)
+def choose(mode: Respond, function: Any, condition: Tensor, input: Any, other: Any) -> Tensor:
+    """A weight where a mask allows it: a weight again, or one for each example if the mask has one for each."""
+    if function is Tensor.where:
+        condition, input = input, condition
+    weight, x, mask = (input, other, condition) if mode.responds(input) else (other, input, ~condition)
+    if mode.responds(x) or (isinstance(x, Tensor) and x.ndim):
+        raise NotImplementedError(mode.refusal(mode.name(weight), function, "against something else than a number"))
+    return _masked(mode, function, weight, mask, x)
+
+
+@rule(torch.masked_fill, Tensor.masked_fill)
+def fill(mode: Respond, function: Any, input: Tensor, mask: Tensor, value: Any) -> Tensor:
+    """The same, with a mask of what is not allowed."""
+    return _masked(mode, function, input, ~mask, value)
+
+
+def _masked(mode: Respond, function: Any, weight: Tensor, mask: Tensor, value: Any) -> Tensor:
+    _, _, factor, template, _ = mode.weight(weight)
+    result = torch.where(mask, weight, value)
+    if result.shape == weight.shape:
+        return mode.register(result, weight, torch.where(mask, template, 0.0))
+    mode.check(mask, function, weight)
+    if weight.ndim > mask.ndim or (weight.ndim == mask.ndim and not mode.spread(weight)):
+        reason = f"with a mask of shape {tuple(mask.shape)}, whose dimension 0 it shares"
+        raise ValueError(mode.refusal(mode.name(weight), function, reason))
+    change = factor[:, 0] * template[0] if weight.ndim == mask.ndim else factor * template
+    change = change.reshape(mode.count, *[1] * (result.ndim - change.ndim), *change.shape[1:])
+    return mode.join(result, torch.where(mask, change, 0.0))
+
+
 def _is_mask(mode: Respond, x: Tensor, weight: Tensor) -> bool:
     """Whether a tensor has the shape of the weight and cannot be an activation."""
-    return x.shape == weight.shape and not (len(x) == mode.count and mode.spread(weight))
+    shares = mode.spread(weight) or mode.weight(weight).chosen
+    return x.shape == weight.shape and not (len(x) == mode.count and shares)
 
 
 def _elementwise(mode: Respond, function: Any, x: Tensor, weight: Tensor, *, times: bool) -> Tensor:
     x = mode.check(x, function, weight)
     aligned = weight.ndim == x.ndim  # the weight has a dimension of examples too
-    if weight.ndim > x.ndim or (aligned and not mode.spread(weight)):
+    _, _, factor, template, chosen = mode.weight(weight)
+    if weight.ndim > x.ndim or (aligned and not (mode.spread(weight) or chosen)):
         reason = f"on an input of shape {tuple(x.shape)}, whose dimension 0 it shares"
         raise ValueError(mode.refusal(mode.name(weight), function, reason))
     value, tangent = mode.split(x)
-    _, _, factor, template = mode.weight(weight)
-    change = factor[:, 0] * template[0] if aligned else factor * template  # one for each example
+    if not aligned:
+        change = factor * template  # one for each example
+    elif mode.spread(weight):
+        change = factor[:, 0] * template[0]
+    else:  # example i takes entry i of it
+        change = factor.diagonal(dim1=0, dim2=1).movedim(-1, 0) * template
     change = change.reshape(mode.count, *[1] * (x.ndim - change.ndim), *change.shape[1:])
     if times:
         return mode.join(value * weight, None if tangent is None else tangent * weight, value * change)

@@ -58,7 +58,7 @@ def bilinear(
     y = op(value, weight, bias)
     responses = [None if tangent is None else op(tangent, weight, None)]
     if mode.responds(weight):
-        name, _, factor, template = mode.weight(weight)
+        name, _, factor, template, _ = mode.weight(weight)
         rows = [dim for dim, size in enumerate(factor.shape[1:]) if size > 1]
         if rows in ([], [out]):
             responses.append(along(factor, y) * op(value, template, None))
@@ -114,20 +114,27 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """A row is the vector of a token. Indices without a dimension of examples, such as positions, choose rows."""
+    """A row is the vector of a token. Indices that come from the inputs belong to examples; others choose rows."""
     rows = mode.rows(weight, function)
     if rows is None or max_norm is not None or sparse:
         reason = "as other than the table, with max_norm or with sparse gradients"
         raise NotImplementedError(mode.refusal(mode.name(input, weight), function, reason))
+    counts = input.shape[:1] == (mode.count,)
+    expanded = input.ndim > 1 and input.stride(0) == 0
+    ids = input[:1] if expanded else input
     options = (padding_idx, None, norm_type, scale_grad_by_freq)
-    vectors, template = F.embedding(input, weight, *options), F.embedding(input, rows.template, *options)
-    chosen = input.shape[:1] != (mode.count,) or (input.ndim == 1 and bool((input.diff() == 1).all()))
-    if chosen:
-        factor = rows.factor[:, input, None]
-    else:
+    vectors, template = F.embedding(ids, weight, *options), F.embedding(ids, rows.template, *options)
+    of_examples = counts and not expanded and mode.origins.from_inputs(input)
+    if of_examples:
         mode.check(input, function, weight)
         factor = rows.factor.gather(1, input.reshape(mode.count, -1)).reshape(*input.shape, 1)
+    else:
+        factor = rows.factor[:, ids, None]
     if padding_idx is not None:  # its vector gets no gradient, so neither does its response
-        padded = (input == padding_idx % len(weight))[..., None]
+        padded = (ids == padding_idx % len(weight))[..., None]
         factor = torch.where(padded, factor.detach(), factor)
-    return mode.register(vectors, weight, template, factor) if chosen else mode.join(vectors, factor * template)
+    if of_examples:
+        return mode.join(vectors, factor * template)
+    if expanded:
+        vectors, template = (x.expand(len(input), *x.shape[1:]) for x in (vectors, template))
+    return mode.register(vectors, weight, template, factor, chosen=counts and input.ndim > 1)

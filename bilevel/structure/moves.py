@@ -23,7 +23,7 @@ def move(mode: Respond, function: Any, input: Tensor, *args: Any, **kwargs: Any)
     """A view of a weight is the same view of its template and of the numbers of its rows."""
     if not mode.responds(input):  # as in x.expand_as(weight)
         return function(input, *args, **kwargs)
-    name, _, factor, template = mode.weight(input)
+    name, _, factor, template, _ = mode.weight(input)
     numbers = torch.arange(factor[0].numel(), device=factor.device).reshape(factor.shape[1:]).expand_as(template)
     moved = [function(x, *args, **kwargs) for x in (input, template, numbers)]
     results = list(zip(*([x] if isinstance(x, Tensor) else x for x in moved), strict=True))
@@ -58,8 +58,8 @@ def copy(mode: Respond, function: Any, input: Tensor, *args: Any, **kwargs: Any)
         return result
     if not result.is_floating_point():
         raise NotImplementedError(mode.refusal(mode.name(input), function, f"which makes it {result.dtype}"))
-    _, _, factor, template = mode.weight(input)
-    return mode.register(result, input, function(template, *args, **kwargs), factor.to(result))
+    _, _, factor, template, chosen = mode.weight(input)
+    return mode.register(result, input, function(template, *args, **kwargs), factor.to(result), chosen=chosen)
 
 
 @rule(torch.cat, torch.concat, torch.concatenate)

@@ -23,7 +23,7 @@ def _affine(mode: Respond, normal: Tensor, weight: Tensor | None, bias: Tensor |
 
     y = normal if weight is None else normal * place(weight)
     y = y if bias is None else y + place(bias)
-    value, tangent = mode.split(y)
+    value, tangent = mode.split(y.to(normal.dtype))
     plain = mode.split(normal)[0]
     return mode.join(
         value,

@@ -28,6 +28,7 @@ from typing_extensions import override
 
 from bilevel.autodiff import forward_level, primal_plus_tangent
 from bilevel.responding import Rows
+from bilevel.structure.origins import Origins
 
 Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}
@@ -49,6 +50,9 @@ READS = (
     torch.numel,
 )
 """What may be asked about a responding weight, because it does not depend on its values."""
+
+DERIVATIVES = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
+"""What does not see a response that is kept as a tangent beside a value."""
 
 R = TypeVar("R", bound=Rule)
 
@@ -79,12 +83,14 @@ class Weight(NamedTuple):
         factor: One number per example and row, of shape ``(B, *sizes)``: sizes are those of the weight in dimensions
             along which the rows lie, and one in all others.
         template: :math:`\mathbf{R}`, of the shape of the weight.
+        chosen: Whether its entries were looked up in a table by indices that are the same for every example.
     """
 
     name: str
     weight: Tensor
     factor: Tensor
     template: Tensor
+    chosen: bool = False
 
 
 class Respond(TorchFunctionMode):
@@ -93,6 +99,7 @@ class Respond(TorchFunctionMode):
     Attributes:
         count: The number of examples, B.
         linearized: Keep values and responses apart, as dual numbers; a level of forward mode must be active.
+        origins: Which tensors come from the inputs of the network.
     """
 
     def __init__(
@@ -100,11 +107,13 @@ class Respond(TorchFunctionMode):
         weights: Mapping[str, Tensor],
         rows: Mapping[str, Rows],
         count: int,
+        inputs: Any = (),
         *,
         linearized: bool,
     ) -> None:
-        """Respond for these weights; those without rows do not."""
+        """Respond for these weights, in a network with these inputs; weights without rows do not respond."""
         super().__init__()
+        self.origins = Origins(inputs)
         self.count, self.linearized = count, linearized
         self._responding: dict[int, Weight] = {}
         for name, (factor, template) in rows.items():
@@ -115,9 +124,18 @@ class Respond(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Apply a rule, or the operation itself if no responding weight takes part in it."""
         kwargs = kwargs or {}
-        names = [self._responding[id(leaf)].name for leaf in pytree.tree_leaves((args, kwargs)) if self.responds(leaf)]
+        if self.linearized and func in DERIVATIVES:
+            raise NotImplementedError(
+                "the network computes derivatives itself (torch.autograd.grad inside forward), which delta_stn cannot "
+                "linearise with a perturbation for each example: pass perturb='batch' to the method, use "
+                "method='centered_stn', or compute them in the loss."
+            )
+        leaves = pytree.tree_leaves((args, kwargs))
+        names = [self._responding[id(leaf)].name for leaf in leaves if self.responds(leaf)]
         if not names:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            self.origins.follow(func, leaves, result)
+            return result
         if func in READS or getattr(func, "__name__", "") == "__get__":
             result = func(*args, **kwargs)
             if not isinstance(result, Tensor):  # .shape may be read; .T needs a rule
@@ -149,21 +167,29 @@ class Respond(TorchFunctionMode):
         """
         if weight is None or not self.responds(weight):
             return None
-        name, _, factor, template = self.weight(weight)
+        name, _, factor, template, _ = self.weight(weight)
         if any(size > 1 for size in factor.shape[2:]):
             raise NotImplementedError(self.refusal(name, func, "while its rows are not in dimension 0"))
         return Rows(factor.reshape(self.count, -1).expand(-1, *template.shape[:1] or (1,)), template)
 
     def change(self, weight: Tensor) -> Tensor:
         """The change of a weight for each example, shape ``(B, *weight.shape)``."""
-        _, _, factor, template = self.weight(weight)
+        _, _, factor, template, _ = self.weight(weight)
         return factor * template
 
     def name(self, *weights: Any) -> str:
         """The name of the first of these that responds."""
         return next(self.weight(weight).name for weight in weights if self.responds(weight))
 
-    def register(self, weight: Tensor, source: Tensor, template: Tensor, factor: Tensor | None = None) -> Tensor:
+    def register(
+        self,
+        weight: Tensor,
+        source: Tensor,
+        template: Tensor,
+        factor: Tensor | None = None,
+        *,
+        chosen: bool = False,
+    ) -> Tensor:
         """Let a weight that was computed from another one respond as well.
 
         Args:
@@ -171,12 +197,13 @@ class Respond(TorchFunctionMode):
             source: The weight of which it is a part or a multiple.
             template: Of the new weight.
             factor: Of its rows, as in :class:`bilevel.structure.respond.Weight`; those of the source by default.
+            chosen: As there.
 
         Returns:
             The new weight.
         """
-        name, _, old, _ = self.weight(source)
-        self._responding[id(weight)] = Weight(name, weight, old if factor is None else factor, template)
+        name, _, old, *_ = self.weight(source)
+        self._responding[id(weight)] = Weight(name, weight, old if factor is None else factor, template, chosen)
         return weight
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -202,6 +229,7 @@ class Respond(TorchFunctionMode):
                 total = response if total is None else total + response
         if total is None:
             return value
+        total = total.to(value.dtype)  # which is that of autocast where it is on
         if not self.linearized:
             return value + total
         dual: Tensor = forward_ad.make_dual(value, total.expand_as(value))
@@ -209,7 +237,7 @@ class Respond(TorchFunctionMode):
 
     def spread(self, weight: Tensor) -> bool:
         """Whether dimension 0 of a weight has one entry, or the same one for every example, as a class token has."""
-        _, _, factor, template = self.weight(weight)
+        _, _, factor, template, _ = self.weight(weight)
         same = template.ndim > 0 and factor.shape[1] == 1
         return same and (len(template) == 1 or (len(template) == self.count and template.stride(0) == 0))
 
@@ -230,7 +258,7 @@ class Respond(TorchFunctionMode):
         name = self.name(*weights, x)
         right = x.ndim > 0 and x.shape[0] == self.count
         if right and self.responds(x) and self.spread(x):
-            _, _, factor, template = self.weight(x)
+            _, _, factor, template, _ = self.weight(x)
             x = self.join(x.clone(memory_format=torch.contiguous_format), factor[:, 0] * template[0])
         if right and not self.responds(x):
             return x
@@ -280,8 +308,8 @@ def respond(
     count = len(next(iter(rows.values())).factor)
 
     def responding(*args: Any, **kwargs: Any) -> Any:
-        with forward_level() if linearized else nullcontext():
-            mode = Respond(weights, rows, count, linearized=linearized)
+        with forward_level((args, kwargs)) if linearized else nullcontext():
+            mode = Respond(weights, rows, count, (args, kwargs), linearized=linearized)
             with mode:
                 output = predict(weights, *args, **kwargs)
             mode.check_output(output)

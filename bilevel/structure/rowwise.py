@@ -39,16 +39,18 @@ class Rowwise(nn.Module):
         (torch.Size([3, 4]), 18)
     """
 
-    def __init__(self, params: Mapping[str, Tensor], size: int) -> None:
-        """Draw the response of ``params`` to ``size`` hyperparameters."""
+    def __init__(self, params: Mapping[str, Tensor], size: int, *, max_gigabytes: float = math.inf) -> None:
+        """Draw the response of ``params`` to ``size`` hyperparameters, unless it exceeds ``max_gigabytes``."""
         super().__init__()
         self.names = list(params)
         self.counts = [weight.shape[0] if weight.ndim else 1 for weight in params.values()]
+        self.max_gigabytes = max_gigabytes
+        self._check_memory(params, size)
         # One matrix for the rows of all weights, so that one product serves them all. It is transposed, because
         # products with few hyperparameters are many times faster along its rows.
         like = next(iter(params.values()))
         drawn = torch.randn(size, sum(self.counts), dtype=like.dtype, device=like.device)
-        self.factor = nn.Parameter(drawn / math.sqrt(size))
+        self.factor = nn.Parameter(drawn.div_(math.sqrt(size)))
         self.templates = nn.ParameterList([nn.Parameter(torch.zeros_like(weight)) for weight in params.values()])
 
     @property
@@ -65,7 +67,17 @@ class Rowwise(nn.Module):
 
         Returns:
             By name of the weight.
+
+        Raises:
+            MemoryError: If they take more memory than allowed.
         """
+        gigabytes = shift.numel() // len(self.factor) * sum(self.counts) * self.factor.element_size() / 1e9
+        if gigabytes > self.max_gigabytes:
+            raise MemoryError(
+                f"a perturbation for each of {len(shift):,} examples takes {gigabytes:.1f} GB for the "
+                f"{sum(self.counts):,} rows of the weights; the limit is {self.max_gigabytes:g} GB. Give smaller "
+                "batches, pass perturb='batch' to the method, or raise its max_gigabytes."
+            )
         scales = (shift.to(self.factor.dtype) @ self.factor).split(self.counts, dim=-1)
         return {
             name: Rows(scale, template)
@@ -99,3 +111,15 @@ class Rowwise(nn.Module):
             for name, template in zip(self.names, other.templates, strict=True):
                 template.normal_().mul_(0.3 * weights[name].square().mean().sqrt() + 1e-3)
         return other
+
+    def _check_memory(self, params: Mapping[str, Tensor], size: int) -> None:
+        """Refuse a response that would not fit, before it is allocated."""
+        rows, weights = sum(self.counts), sum(weight.numel() for weight in params.values())
+        gigabytes = (rows * size + weights) * next(iter(params.values())).element_size() / 1e9
+        if gigabytes > self.max_gigabytes:
+            raise MemoryError(
+                f"a response of {rows:,} rows of {weights:,} weights to {size:,} hyperparameters takes {gigabytes:.1f} "
+                f"GB, and its gradient and optimizer as much again; the limit is {self.max_gigabytes:g} GB. Use an "
+                "implicit or unrolled method, which take any number of hyperparameters, tune fewer of them, let fewer "
+                "weights respond (structure={'name': 'none'}), or raise max_gigabytes of the method."
+            )

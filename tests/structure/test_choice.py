@@ -99,12 +99,15 @@ def test_other_names_of_perturb_are_refused(method):
 
 @pytest.mark.parametrize("method", THREE)
 def test_a_response_by_rows_fits_where_a_dense_one_does_not(method):
-    """n + r h numbers rather than n h, and no limit on them."""
+    """n + r h numbers rather than n h."""
     problem = network_problem(Tanh(3, 4, 2))
+    numbers = 20 + 6 * 3
     with pytest.raises(MemoryError):
-        method(structure="dense", max_gigabytes=1e-7).bind(problem)
-    response = method(structure="rowwise", max_gigabytes=1e-7).bind(problem)
-    assert sum(part.numel() for part in response.theta.parameters()) == 20 + 6 * 3
+        method(structure="dense", max_gigabytes=8e-9 * numbers).bind(problem)
+    response = method(structure="rowwise", max_gigabytes=8e-9 * numbers).bind(problem)
+    assert sum(part.numel() for part in response.theta.parameters()) == numbers
+    with pytest.raises(MemoryError):
+        method(structure="rowwise", max_gigabytes=8e-9 * (numbers - 1)).bind(problem)
     with pytest.raises(MemoryError):
         method(structure={"V": "dense"}, max_gigabytes=1e-7).bind(problem)
 

@@ -51,3 +51,25 @@ def test_both_factors_learn_from_the_second_step_on():
         loss.backward()
         optimizer.step()
     assert all((new != old).all() for new, old in zip(theta.parameters(), start, strict=True))
+
+
+def test_a_response_that_does_not_fit_is_refused_before_it_is_allocated():
+    """200,000 hyperparameters and 40,000 rows: 32 GB. Nothing is on the meta device after an allocation elsewhere."""
+    virtual = {"w": torch.empty(40_000, 10, device="meta"), "b": torch.empty((), device="meta")}
+    message = (
+        r"40,001 rows of 400,001 weights to 200,000 hyperparameters takes 32.0 GB.*implicit or unrolled.*max_gigabytes"
+    )
+    with pytest.raises(MemoryError, match=message):
+        Rowwise(virtual, 200_000, max_gigabytes=4.0)
+    Rowwise(virtual, 10, max_gigabytes=4.0)
+
+
+def test_factors_of_too_many_examples_are_refused_before_they_are_allocated():
+    theta = Rowwise({"w": torch.empty(1000, 2)}, 3, max_gigabytes=1.0)
+    shifts = torch.zeros(1, 3).expand(300_000, 3)
+    with pytest.raises(
+        MemoryError, match=r"300,000 examples takes 1.2 GB.*1,000 rows.*smaller batches.*perturb='batch'"
+    ):
+        theta.rows(shifts)
+    assert theta.rows(shifts[:7])["w"].factor.shape == (7, 1000)
+    assert theta.rows(shifts[0])["w"].factor.shape == (1000,)

@@ -1,0 +1,68 @@
+"""Where an index comes from: from the inputs of the network, or from nothing but its shape."""
+
+from __future__ import annotations
+
+from typing import Any, final
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from bilevel.batches import leaves
+
+RANGES = (torch.arange, torch.linspace)
+
+
+@final
+class Origins:
+    """Follows the operations of a network, to tell words of an example from positions that all examples share.
+
+    Both are integers and may have the same shape and values. An integer tensor comes from the inputs if it is one of
+    them, or the result of an operation with something that does. So ``ids``, ``zeros_like(ids)`` and
+    ``x.argmax(-1)`` do; ``arange(T)`` and a buffer of positions do not. A floating-point tensor does as well, unless it
+    was computed from integers that do not, as the logarithms of distances are. No value is read.
+
+    Example:
+        >>> ids, places = torch.tensor([2, 3, 4]), torch.arange(3)
+        >>> origins = Origins(((ids,), {}))
+        >>> origins.from_inputs(ids), origins.from_inputs(places)
+        (True, False)
+    """
+
+    def __init__(self, inputs: Any) -> None:
+        """Start with the inputs of the network, in any nesting."""
+        # Weak: memory that the network frees is free, and the number of a tensor is forgotten with it.
+        self._given: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        self._constant: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        for leaf in leaves(inputs):
+            if isinstance(leaf, Tensor):
+                self._given[id(leaf)] = leaf
+
+    def from_inputs(self, x: Tensor) -> bool:
+        """Whether a tensor depends on the inputs, as far as that is known."""
+        return id(x) not in self._constant if _is_real(x) else id(x) in self._given
+
+    def follow(self, function: Any, arguments: list[Any], result: Any) -> None:
+        """Note where the result of an operation comes from.
+
+        Args:
+            function: The operation.
+            arguments: Its arguments, without their nesting.
+            result: A tensor, several, or something else.
+        """
+        tensors = [x for x in arguments if isinstance(x, Tensor)]
+        if not tensors and function not in RANGES:
+            return
+        if function is Tensor.__setitem__:
+            result = tensors[0]
+        comes = any(map(self.from_inputs, tensors))
+        for x in (result,) if isinstance(result, Tensor) else result if isinstance(result, tuple | list) else ():
+            if isinstance(x, Tensor):
+                if _is_real(x) != comes:
+                    (self._given if comes else self._constant)[id(x)] = x
+                elif comes and self._constant:  # changed in place perhaps
+                    self._constant.pop(id(x), None)
+
+
+def _is_real(x: Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
