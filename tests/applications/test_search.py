@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import time
 from functools import partial
 from types import SimpleNamespace
 
@@ -36,6 +35,26 @@ def no_waiting_for_the_disk():
     sqlalchemy.event.listen(sqlalchemy.engine.Engine, "connect", relax)
     yield
     sqlalchemy.event.remove(sqlalchemy.engine.Engine, "connect", relax)
+
+
+class Clock:
+    """Stands still until a test moves it."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def time(self):
+        return self.now
+
+    perf_counter = time
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The clock of searches; trials have a real one, of which only an hour is long enough to be noticed."""
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
 
 
 class Bowl(Task):
@@ -83,7 +102,7 @@ def find(out, method="random_search", *, task=None, settings=SETTINGS, **options
 
 
 @pytest.mark.parametrize("method", SEARCHES)
-def test_every_search_leaves_the_files_of_a_run(method, tmp_path):
+def test_every_search_leaves_the_files_of_a_run(method, tmp_path, monkeypatch, clock):
     if method == "tpe":
         pytest.importorskip("matplotlib")
     if method in module.NEEDS:
@@ -91,6 +110,13 @@ def test_every_search_leaves_the_files_of_a_run(method, tmp_path):
     # The models of gp and tpe start after five random trials; a grid of two points on two axes is the finest.
     count = {"gp": 7, "tpe": 7, "grid_search": 4}.get(method, 6)
     trials = 8 if method == "grid_search" else count
+    real = module.train
+
+    def train(*args, **kwargs):
+        clock.now += 3600
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(module, "train", train)
     summary = find(tmp_path, method, trials=trials, pruner="none", plots=method == "tpe")
     assert json.loads((tmp_path / "summary.json").read_text()) == summary
     rows, trials = read_csv(tmp_path / "history.csv"), read_csv(tmp_path / "trials.csv")
@@ -101,6 +127,7 @@ def test_every_search_leaves_the_files_of_a_run(method, tmp_path):
     assert summary["stopped"] == "trials"
     seconds = [float(row["seconds"]) for row in rows]
     assert seconds == sorted(seconds)
+    assert [round(last / 3600, 1) for last in seconds[2::3]] == list(range(1, count + 1))
     best = min(rows, key=lambda row: float(row["validation_loss"]))
     assert summary["valid"]["loss"] == pytest.approx(float(best["validation_loss"]))
     assert summary["best_epoch"] == float(best["epoch"])
@@ -311,8 +338,16 @@ def test_a_budget_of_seconds_stops_the_running_trial_and_starts_no_other(tmp_pat
     assert again["trials"] == summary["trials"]
 
 
-def test_a_trial_without_time_counts_as_far_as_it_came(tmp_path):
-    summary = find(tmp_path, trials=None, seconds=1e-3)
+def test_a_trial_without_time_counts_as_far_as_it_came(tmp_path, monkeypatch, clock):
+    real = module.train
+
+    def train(*args, seconds, **kwargs):
+        assert seconds == 3600
+        clock.now += seconds
+        return real(*args, seconds=1e-9, **kwargs)
+
+    monkeypatch.setattr(module, "train", train)
+    summary = find(tmp_path, trials=None, seconds=3600.0)
     assert summary["stopped"] == "time"
     assert summary["trials"] == 1
     assert summary["epochs"] < 3
@@ -327,15 +362,13 @@ def test_a_trial_that_diverges_is_not_the_end(tmp_path):
     assert math.isfinite(summary["valid"]["loss"])
 
 
-def test_the_time_of_a_trial_that_diverges_at_once_counts(tmp_path, monkeypatch):
+def test_the_time_of_a_trial_that_diverges_at_once_counts(tmp_path, monkeypatch, clock):
     """The first has no validation pass, the others have three."""
-    real, made = module.train, []
+    real = module.train
 
     def train(*args, **kwargs):
-        made.append(time.perf_counter())
-        if len(made) == 1:
-            while time.perf_counter() < made[0] + 0.2:
-                pass
+        clock.now += 3600
+        if clock.now == 3600:
             raise bilevel.DivergenceError("at once")
         return real(*args, **kwargs)
 
@@ -343,10 +376,13 @@ def test_the_time_of_a_trial_that_diverges_at_once_counts(tmp_path, monkeypatch)
     summary = find(tmp_path, trials=3)
     first, *others = read_csv(tmp_path / "trials.csv")
     assert (first["state"], first["validation_loss"], float(first["epochs"])) == ("pruned", "", 0.0)
-    assert 0.2 <= float(first["seconds"]) <= summary["seconds"] + 0.05
+    assert float(first["seconds"]) == 3600
+    assert summary["seconds"] == 3 * 3600
     assert len(others) == 2
     assert summary["epochs"] == 6
-    assert all(int(row["trial"]) > 0 and float(row["seconds"]) > 0.19 for row in read_csv(tmp_path / "history.csv"))
+    assert all(
+        int(row["trial"]) > 0 and float(row["seconds"]) > 1.5 * 3600 for row in read_csv(tmp_path / "history.csv")
+    )
 
 
 def test_trials_that_all_diverge_ask_for_smaller_steps(tmp_path, monkeypatch):
