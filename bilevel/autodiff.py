@@ -229,9 +229,13 @@ class Gate:
 class _Pass(torch.autograd.Function):
     @staticmethod
     @override
-    def forward(ctx: Any, tensor: Tensor, gate: Gate) -> Tensor:
-        ctx.gate = gate
+    def forward(tensor: Tensor, gate: Gate) -> Tensor:
         return tensor.view_as(tensor)
+
+    @staticmethod
+    @override
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.gate = inputs[1]  # apart from forward, as torch.func wants it
 
     @staticmethod
     @override

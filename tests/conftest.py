@@ -79,3 +79,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def _command(config: pytest.Config, tests: list[str]) -> str:
     seed, factor = config.getoption("--hypothesis-seed"), config.getoption("--fuzz")
     return f'make fuzz SEED={seed} FACTOR={factor} TESTS="{shlex.join(tests)}"'
+
+
+@pytest.fixture
+def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No checks of new kinds of batches, for tests that count how often a loss is called."""
+    monkeypatch.setattr("bilevel.checks.Kinds.new", lambda kinds, batch, count: False)

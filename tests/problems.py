@@ -227,10 +227,12 @@ def network_problem(network: nn.Module, *, outer_mode: str = "eval") -> Problem:
     return Problem(
         network,
         inner_loss=lambda model, hyper, batch: (
-            F.mse_loss(model(batch[0]), batch[1]) + hyper["decay"] * bilevel.l2(model.params)
+            F.mse_loss(model(batch[0]), batch[1])
+            + hyper["decay"] * bilevel.l2(model.params)
+            + 0 * hyper["idle"].sum(-1)
         ),
         outer_loss=lambda model, hyper, batch: F.mse_loss(model(batch[0]), batch[1]),
-        hyper={"decay": bilevel.positive(0.1), "unused": bilevel.real([0.5, -1.0])},
+        hyper={"decay": bilevel.positive(0.1), "idle": bilevel.real([0.5, -1.0])},
         outer_mode=outer_mode,
     )
 

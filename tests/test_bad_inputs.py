@@ -595,6 +595,7 @@ def nan_gradient(loss):
     return lambda model, hyper, batch: loss(model, hyper, batch) + (0 * model.params["0.bias"]).sum().abs().sqrt()
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("method", ["centered_stn", "delta_stn", "stn"])
 @pytest.mark.parametrize(("value", "shown"), [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])
 @pytest.mark.parametrize("step", [0, 3])
@@ -614,6 +615,7 @@ def test_an_inner_loss_that_is_not_finite_is_named_and_undone(method, value, sho
     solver.inner_step((X, Y))  # the loss is finite again, and the run goes on
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_loss_that_is_bad_at_perturbed_hyperparameters_only_says_so():
     solver = make_solver(make_problem(inner_loss=at_call(1, lambda loss: loss * math.nan, inner_loss)))
     with pytest.raises(bilevel.DivergenceError, match=r"inner loss is \S+, at perturbed hyperparameters nan"):
@@ -643,6 +645,7 @@ def test_an_outer_loss_that_is_not_finite_is_named_and_undone():
     assert_same(solver.state_dict(), before)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_a_diverging_run_keeps_best_and_history():
     loss = at_call(2 * 5, lambda loss: loss * math.nan, inner_loss)  # the first term of the sixth step
     with pytest.raises(bilevel.DivergenceError, match=r"inner loss is nan.* at inner step 5") as caught:

@@ -74,6 +74,7 @@ class Sized(IterableDataset):
 class TestCounting:
     """Rounds, steps and passes."""
 
+    @pytest.mark.usefixtures("unchecked")
     @pytest.mark.parametrize(("inner_steps", "outer_steps"), [(1, 1), (3, 1), (2, 4)])
     def test_a_round_is_so_many_inner_and_then_so_many_outer_steps(self, inner_steps, outer_steps):
         log = []
@@ -89,6 +90,7 @@ class TestCounting:
         assert (solution.solver.inner_steps, solution.solver.outer_steps) == (3 * inner_steps, 3 * outer_steps)
         assert len(solution.history) == 3 * outer_steps
 
+    @pytest.mark.usefixtures("unchecked")
     def test_batches_come_in_the_order_of_the_loaders(self):
         seen = []
         labelled = [
@@ -108,6 +110,7 @@ class TestCounting:
         second = [("t", 3), ("t", 0), ("t", 1), ("v", 2), ("v", 3)]
         assert seen[:10] == first + second
 
+    @pytest.mark.usefixtures("unchecked")
     @pytest.mark.parametrize("method", ["centered_stn", "delta_stn", "stn"])
     def test_the_warm_up_perturbs_but_moves_neither_hyperparameters_nor_scale(self, method):
         log = []
@@ -379,6 +382,7 @@ class TestStopping:
         solution = solve(steps=9, time_budget=3.5 * 86400, callbacks=[pass_the_day])
         assert (solution.stopped, len(solution.history)) == ("time", 4)
 
+    @pytest.mark.usefixtures("unchecked")
     @pytest.mark.parametrize("where", ["inner_loss", "outer_loss", "callback", "loader"])
     def test_by_an_interrupt_from_the_keyboard_with_the_solution_so_far(self, where, tmp_path):
         calls = iter(range(10**9))
@@ -416,6 +420,7 @@ class TestStopping:
         solution.plot(tmp_path / "plot.png")
         assert solution.best is not None
 
+    @pytest.mark.usefixtures("unchecked")
     def test_an_interrupt_before_a_deferred_check_does_not_leave_a_bad_state(self):
         calls = iter(range(10**9))
 

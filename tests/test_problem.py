@@ -104,7 +104,9 @@ def test_a_mapping_and_a_module_with_the_same_weights_are_the_same_problem(metho
     of_mapping = Problem(
         {"weight": network.weight.detach().clone()},
         inner_loss=lambda model, hyper, batch: (
-            F.mse_loss(predict(model, batch[0]), batch[1]) + hyper["decay"] * bilevel.l2(model.params)
+            F.mse_loss(predict(model, batch[0]), batch[1])
+            + hyper["decay"] * bilevel.l2(model.params)
+            + 0 * hyper["idle"].sum(-1)
         ),
         outer_loss=lambda model, hyper, batch: F.mse_loss(predict(model, batch[0]), batch[1]),
         hyper=of_module.space.hyper,
@@ -132,7 +134,7 @@ def losses_of(result) -> Problem:
     """A problem whose losses return what ``result`` makes of one squared error per example."""
 
     def loss(model, hyper, batch):
-        return result((model(batch[0]) - batch[1]).square().sum(1))
+        return result((model(batch[0]) - batch[1]).square().sum(1) + 0 * hyper["x"])
 
     return Problem(mlp(), inner_loss=loss, outer_loss=loss, hyper={"x": bilevel.real(0.0)})
 

@@ -126,6 +126,7 @@ def test_the_random_state_of_the_user_is_untouched(error):
     assert_same(global_states(), before)
 
 
+@pytest.mark.usefixtures("unchecked")
 def test_numpy_and_random_stay_the_users_own():
     def loss(model, hyper, batch):
         drawn.append((np.random.rand(), random.random()))

@@ -531,6 +531,7 @@ class TestDeferredChecks:
         make = partial(rich_solver, method=method)
         assert_same(drive(self.deferred(make()), 4).state_dict(), drive(make(), 4).state_dict())
 
+    @pytest.mark.usefixtures("unchecked")
     @pytest.mark.parametrize("ending", ["outer_step", "check"])
     @pytest.mark.parametrize("method", HYPERNETWORKS)
     def test_the_first_bad_step_is_named_and_all_since_the_last_check_undone(self, method, ending):
@@ -548,6 +549,7 @@ class TestDeferredChecks:
         assert_same(solver.state_dict(), good)
         drive(solver, 1)  # and the run can go on
 
+    @pytest.mark.usefixtures("unchecked")
     def test_a_check_that_passes_is_a_new_good_state(self):
         loss = at_call(4, lambda loss: loss * math.inf, inner_loss)
         solver = self.deferred(make_solver(rich_problem(inner_loss=loss)))
@@ -560,6 +562,7 @@ class TestDeferredChecks:
             solver.check()
         assert_same(solver.state_dict(), good)
 
+    @pytest.mark.usefixtures("unchecked")
     def test_what_the_user_changes_between_rounds_survives_the_return(self):
         loss = at_call(4, lambda loss: loss * math.nan, inner_loss)
         solver = drive(self.deferred(make_solver(make_problem(inner_loss=loss))), 1)

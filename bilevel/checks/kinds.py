@@ -29,8 +29,9 @@ class Kinds:
 
     Example:
         >>> kinds = Kinds()
-        >>> [kinds.new(torch.zeros(size, 3), size) for size in (4, 4, 2)]
-        [True, False, True]
+        >>> kinds.add(torch.zeros(4, 3), 4)
+        >>> [kinds.new(torch.zeros(size, 3), size) for size in (4, 2)]
+        [False, True]
     """
 
     def __init__(self) -> None:
@@ -38,25 +39,34 @@ class Kinds:
         self._seen: set[Hashable] = set()
 
     def new(self, batch: Any, count: int | None) -> bool:
-        """Whether no batch of this kind was asked about before.
+        """Whether no batch of this kind was added before.
 
         Args:
             batch: Any nesting.
             count: Its number of examples.
 
         Returns:
-            True once for each kind.
+            The answer.
         """
-        leaves, nesting = pytree.tree_flatten(batch)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        exact = (nesting, *((leaf.dtype, leaf.shape) for leaf in tensors))
-        if exact in self._seen:
-            return False
-        rough = (nesting, count, *((leaf.dtype, *(size == count for size in leaf.shape)) for leaf in tensors))
-        if len(self._seen) >= 2 * EXACT and rough in self._seen:
-            return False
-        self._seen |= {exact, rough}
-        return True
+        exact, rough = _describe(batch, count)
+        return exact not in self._seen and (len(self._seen) < 2 * EXACT or rough not in self._seen)
+
+    def add(self, batch: Any, count: int | None) -> None:
+        """This kind has been checked, and passed.
+
+        Args:
+            batch: Any nesting.
+            count: Its number of examples.
+        """
+        self._seen.update(_describe(batch, count))
+
+
+def _describe(batch: Any, count: int | None) -> tuple[Hashable, Hashable]:
+    """A kind by all sizes, and by what can confuse examples with something else."""
+    leaves, nesting = pytree.tree_flatten(batch)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    exact = (nesting, *((leaf.dtype, leaf.shape) for leaf in tensors))
+    return exact, (nesting, count, *((leaf.dtype, *(size == count for size in leaf.shape)) for leaf in tensors))
 
 
 @contextmanager

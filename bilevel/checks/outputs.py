@@ -24,6 +24,7 @@ class Outputs:
 
     Attributes:
         seen: What the network returned, as the loss sees it.
+        places: Of these among the tensors that one call returned.
         read: The weights in ``model.params``, by name.
         weights: The weights of the network, by name.
         loss: The loss.
@@ -35,20 +36,24 @@ class Outputs:
         """Evaluate the loss at unperturbed hyperparameters."""
         self.gate = Gate()
         self.seen: list[Tensor] = []
+        self.places: list[int] = []
         self.differentiated = False
         self.weights = {name: w.detach().requires_grad_() for name, w in inner.params().items()}
         self.read = {name: self.gate(w) for name, w in self.weights.items()}
+        self._before = 0
         predict = inner.predictor()
 
         def record(output: Tensor) -> Tensor:
             if not output.requires_grad:
                 return output
+            self.places.append(len(self.seen) - self._before)
             self.seen.append(self.gate(output))
             return self.seen[-1].clone()  # which the loss may change in place
 
         def call(*args: Any, **kwargs: Any) -> Any:
             assert predict is not None
             inputs = pytree.tree_leaves((args, kwargs))
+            self._before = len(self.seen)
             self.differentiated |= any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
             return map_tensors(record, predict(self.weights, *args, **kwargs))
 
@@ -63,7 +68,7 @@ class Outputs:
         return [torch.zeros_like(leaf) if slope is None else slope for slope, leaf in zip(found, inputs, strict=True)]
 
     def bends(self, slopes: list[Tensor]) -> list[bool]:
-        """For each output, whether the derivative in it changes with some output."""
+        """For each output, whether the derivative in it, or in that of another call, changes with some output."""
         result = []
         for slope in slopes:
             curved = False
@@ -75,7 +80,8 @@ class Outputs:
                     )
                 curved = any(part is not None and bool(part.any()) for part in found)
             result.append(curved)
-        return result
+        curved_places = {place for place, curved in zip(self.places, result, strict=True) if curved}
+        return [place in curved_places for place in self.places]
 
 
 def check_outputs(problem: Problem, inner: Variables, hyper: Tensor, batch: Any, *, method: str, remedy: str) -> None:

@@ -95,6 +95,7 @@ class Problem:
         self._modules = [] if self.module is None else list(self.module.modules())
         self._repeats = Repeats(self.module, self.params.values())
         self._read: set[str] = set()
+        self._evaluated: set[str] = set()
         self._weight_norm = exact_weight_norm(self.module)
         self._ties = {} if self.module is None else ties(self.module)
         self.space = Space(hyper)
@@ -129,8 +130,9 @@ class Problem:
 
     @property
     def unread(self) -> list[str]:
-        """The hyperparameters that no loss has read so far, nor ``initial``."""
-        return [name for name in self.space.hyper if name not in self._read]
+        """The hyperparameters that neither a loss nor ``initial`` has read; none before both losses were evaluated."""
+        known = self._evaluated == self.user_losses.keys()
+        return [name for name in self.space.hyper if known and name not in self._read]
 
     def initial_hyper(self) -> Tensor:
         """The initial unconstrained vector, in at least single precision on the device of the weights.
@@ -296,6 +298,7 @@ class Problem:
                     error.add_note(note)
                 raise
         self._read |= values.read
+        self._evaluated.add(name)
         return reduce(name, result, self.examples, batch)
 
     @contextmanager

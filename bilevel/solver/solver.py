@@ -241,8 +241,9 @@ class Solver:
         with self.streams["loss"](), self._finite.reading_once(), own_precision(self.problem.device):
             if self.response.unrolled_steps and self.inner_steps == 0:
                 self._differentiation.rehearse(hyper, train_batch[0])
-            for batch in train_batch if self.response.unrolled_steps else [train_batch]:
-                self._check_kind(batch)
+            if not self.response.pure:  # otherwise it does not read the training batch
+                for batch in train_batch if self.response.unrolled_steps else [train_batch]:
+                    self._check_kind(batch)
             self._check_kind(valid_batch, outer=True)
             loss, slopes = self._differentiation.of_outer_loss(hyper, (train_batch, valid_batch), steps)
             self._check_reads()
@@ -400,10 +401,12 @@ class Solver:
 
     def _check_kind(self, batch: Any, *, outer: bool = False) -> None:
         """Let the response look at the first batch of each kind."""
-        if self._kinds["outer" if outer else "inner"].new(batch, self.problem.examples(batch)):
+        kinds, count = self._kinds["outer" if outer else "inner"], self.problem.examples(batch)
+        if kinds.new(batch, count):
             check = self.response.check_outer if outer else self.response.check
             with self.problem.differentiating():
                 check(self.vector.detach(), batch)
+            kinds.add(batch, count)
 
     def _check_reads(self) -> None:
         """Refuse hyperparameters that no loss has read."""

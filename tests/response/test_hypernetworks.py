@@ -298,7 +298,7 @@ def test_derivatives_in_the_input_through_norms_are_refused_where_pytorch_is_wro
         else:
             x = batch.clone().requires_grad_()
             (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
-        return model(batch).square().mean() + hyper["penalty"].mean() * slope.square().mean()
+        return model(batch).square().mean(1) + hyper["penalty"] * slope.square().mean(1)
 
     def outer_loss(model, hyper, batch):
         return model(batch).square().mean()
