@@ -43,7 +43,7 @@ class DeviceMixError(RuntimeError):
 
 @contextmanager
 def pretend() -> Iterator[torch.device]:
-    """The device, with patches of PyTorch that last as long as the block."""
+    """The device, which works inside the block only, where PyTorch is patched for it."""
     install()
     clone, cpu = torch.UntypedStorage.clone, torch.UntypedStorage.cpu
 
@@ -55,7 +55,11 @@ def pretend() -> Iterator[torch.device]:
         mock.patch.object(torch.UntypedStorage, "cpu", ours(cpu, lambda storage: clone(storage.host))),
         mock.patch.object(torch, "Generator", _Generator),
     ):
-        yield torch.device(NAME, 0)
+        _module.usable = True
+        try:
+            yield torch.device(NAME, 0)
+        finally:
+            _module.usable = False
 
 
 @contextmanager
@@ -72,12 +76,16 @@ class _Module:
 
     def __init__(self) -> None:
         self.state = torch.Generator().manual_seed(0).get_state()
+        self.usable = False
 
     def is_initialized(self) -> bool:
         return True
 
     def is_available(self) -> bool:
-        return True
+        return False  # to ``torch.accelerator``: no other test may take this device for one
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.float16, torch.bfloat16]
 
     def current_device(self) -> int:
         return 0
@@ -194,6 +202,8 @@ def _with_tensors(op: Any, args: Any) -> list[Any]:
 
 
 def _make(factory: Callable[..., Tensor], *sizes: Any, device: Any = None, **options: Any) -> Tensor:
+    if not _module.usable:
+        raise RuntimeError(f"the device {NAME} is for tests that ask for it.")
     with torch._C.DisableTorchFunction():
         given = {name: value for name, value in options.items() if value is not None}
         return _device(factory(*sizes, **given, device=CPU), {})

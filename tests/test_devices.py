@@ -23,14 +23,16 @@ from bilevel.response import get_method
 from bilevel.response.hypernetwork import Hypernetwork
 from bilevel.testing import CHECKS, Case
 
-pretend_device.install()
+if not torch.cuda.is_available():
+    pretend_device.install()
 
 METHODS = bilevel.METHODS | {
     "learned scale": DeltaSTN(entropy=1e-3),
     "one perturbation per batch": DeltaSTN(perturb="batch"),
     "checkpoints": Unrolled(steps=4, checkpoint=True, restart=True),
 }
-CUDA = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"))
+WITH_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+WITHOUT_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is better")
 INSIDE = {"implicit_nystrom": 2}
 """Waits of PyTorch's own: two calls of ``torch.linalg.eigh``, whose CUDA kernel reads an error code."""
 OPAQUE = str | bilevel.solver.OuterStep | None
@@ -40,7 +42,7 @@ NOT_IN_PYTHON = {
 }
 
 
-@pytest.fixture(params=["pretend", CUDA])
+@pytest.fixture(params=[pytest.param("pretend", marks=WITHOUT_CUDA), pytest.param("cuda", marks=WITH_CUDA)])
 def device(request):
     if request.param == "cuda":
         yield torch.device("cuda")
@@ -265,13 +267,14 @@ def test_solve(method, device):
     assert len(solution.history.rows) == 3
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@WITH_CUDA
 @pytest.mark.parametrize("name", bilevel.METHODS)
 def test_the_contract_holds_on_cuda(name):
     bilevel.check_method(name, device="cuda")
 
 
 @pytest.mark.slow
+@WITHOUT_CUDA
 @pytest.mark.parametrize("check", [name for name in CHECKS if name not in NOT_IN_PYTHON])
 @pytest.mark.parametrize("name", bilevel.METHODS)
 def test_the_contract_holds_on_a_pretended_device(name, check):
