@@ -22,12 +22,18 @@ from typing_extensions import override
 PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size, np.ndarray, np.generic)
 """Outputs that carry no derivative."""
 
-NORMS = (F.layer_norm, F.batch_norm, F.instance_norm, torch.layer_norm, torch.batch_norm, torch.instance_norm)
-SOFTMAX = (
+WRONG = (
+    *(F.layer_norm, F.batch_norm, F.instance_norm, torch.layer_norm, torch.batch_norm, torch.instance_norm),
+    *(torch.linalg.solve, torch.linalg.solve_ex),
+)
+"""Operations whose derivative of forward mode in the input PyTorch 2.13 computes wrongly."""
+
+FAILING = (
     *(F.softmax, torch.softmax, Tensor.softmax, F.softmin, F.log_softmax, torch.log_softmax, Tensor.log_softmax),
     *(torch.logsumexp, Tensor.logsumexp, F.cross_entropy, F.multi_head_attention_forward),
     F.scaled_dot_product_attention,
 )
+"""Operations whose derivative of forward mode in the input PyTorch 2.13 cannot compute."""
 
 
 def linearize(
@@ -99,7 +105,7 @@ class _Mixed(TorchFunctionMode):
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         fixed = func is F.batch_norm and not (kwargs or {}).get("training", args[5] if len(args) > 5 else False)
-        if func in NORMS + SOFTMAX and not fixed:
+        if func in WRONG + FAILING and not fixed:
             raise NotImplementedError(
                 f"the inner loss differentiates model(x) with respect to x, through {func.__name__}: linearised as in "
                 "delta_stn, PyTorch computes that wrongly or not at all. Use method='centered_stn'; if no such "

@@ -14,6 +14,7 @@ from torch.nn.utils.rnn import pack_sequence
 
 import bilevel
 from bilevel.batches import count_examples, describe, leaves, to_device
+from bilevel.checks import Kinds
 
 
 @dataclass
@@ -152,3 +153,12 @@ def test_an_error_in_a_loss_describes_the_batch():
     with pytest.raises(KeyError) as caught:
         solve(make_problem(inner_loss=fail), [UserDict(x=torch.zeros(2, 3), y=np.zeros(2))], steps=1)
     assert "batch: torch.float32 (2, 3) on cpu, numpy float64 (2,)" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_of_another_shape_are_of_another_kind(kind):
+    """And so are checked anew."""
+    kinds, ((x, y), *_) = Kinds(), batches(size=5)
+    kinds.add(KINDS[kind](x, y), 5)
+    assert not kinds.new(KINDS[kind](x, y), 5)
+    assert kinds.new(KINDS[kind](x[:3], y[:3]), 3)

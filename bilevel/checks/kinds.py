@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from bilevel.batches import leaves
 from bilevel.rng import Stream
 
 EXACT = 16
@@ -63,8 +64,8 @@ class Kinds:
 
 def _describe(batch: Any, count: int | None) -> tuple[Hashable, Hashable]:
     """A kind by all sizes, and by what can confuse examples with something else."""
-    leaves, nesting = pytree.tree_flatten(batch)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    nesting = pytree.tree_structure(batch)
+    tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor | np.ndarray)]
     exact = (nesting, *((leaf.dtype, leaf.shape) for leaf in tensors))
     return exact, (nesting, count, *((leaf.dtype, *(size == count for size in leaf.shape)) for leaf in tensors))
 

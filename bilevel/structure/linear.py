@@ -75,6 +75,9 @@ def bilinear(
 @rule(F.linear)
 def linear(mode: Respond, function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """A row is an output unit."""
+    whole = mode.unflatten(input)
+    if whole is not None:
+        return linear(mode, function, whole, weight, bias).flatten(0, 1)
     return bilinear(mode, function, F.linear, input, weight, bias, axis=-1, out=0, into=1)
 
 
@@ -84,6 +87,9 @@ def product(mode: Respond, function: Any, input: Tensor, other: Tensor) -> Tenso
     if other.ndim != 2 or not mode.responds(other):
         name = mode.name(input, other)
         raise NotImplementedError(mode.refusal(name, function, "as other than a matrix on the right"))
+    whole = mode.unflatten(input)
+    if whole is not None:
+        return product(mode, function, whole, other).flatten(0, 1)
 
     def op(x: Tensor, w: Tensor, b: None) -> Tensor:
         return x @ w
@@ -98,6 +104,9 @@ def product_and_shift(mode: Respond, function: Any, input: Tensor, mat1: Tensor,
         raise NotImplementedError(
             mode.refusal(mode.name(input, mat1, mat2), function, "with beta, alpha or on the left")
         )
+    whole = mode.unflatten(mat1)
+    if whole is not None:
+        return product_and_shift(mode, function, input, whole, mat2).flatten(0, 1)
     y = product(mode, function, mat1, mat2) if mode.responds(mat2) else mat1 @ mat2
     return shift(mode, function, y, input) if mode.responds(input) else y + input
 

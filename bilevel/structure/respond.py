@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -50,6 +51,9 @@ READS = (
     torch.numel,
 )
 """What may be asked about a responding weight, because it does not depend on its values."""
+
+RESHAPES = {Tensor.view, Tensor.reshape, Tensor.flatten, torch.reshape, torch.flatten}
+"""What keeps the numbers of an activation in order, and so those of an example together."""
 
 DERIVATIVES = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 """What does not see a response that is kept as a tangent beside a value."""
@@ -114,6 +118,7 @@ class Respond(TorchFunctionMode):
         """Respond for these weights, in a network with these inputs; weights without rows do not respond."""
         super().__init__()
         self.origins = Origins(inputs)
+        self._flattened: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         self.count, self.linearized = count, linearized
         self._responding: dict[int, Weight] = {}
         for name, (factor, template) in rows.items():
@@ -135,6 +140,8 @@ class Respond(TorchFunctionMode):
         if not names:
             result = func(*args, **kwargs)
             self.origins.follow(func, leaves, result)
+            if func in RESHAPES and isinstance(result, Tensor) and args[0].shape[:1] == (self.count,):
+                self._flattened[id(result)] = result
             return result
         if func in READS or getattr(func, "__name__", "") == "__get__":
             result = func(*args, **kwargs)
@@ -240,6 +247,20 @@ class Respond(TorchFunctionMode):
         _, _, factor, template, _ = self.weight(weight)
         same = template.ndim > 0 and factor.shape[1] == 1
         return same and (len(template) == 1 or (len(template) == self.count and template.stride(0) == 0))
+
+    def unflatten(self, x: Tensor) -> Tensor | None:
+        """Give the examples their dimension back, where a network has flattened it together with others.
+
+        Args:
+            x: An activation, as in ``linear(x.view(-1, features))``.
+
+        Returns:
+            Shape ``(B, ...)``; None if it was not flattened.
+        """
+        if id(x) not in self._flattened or len(x) == self.count or len(x) % self.count:
+            return None
+        whole: Tensor = x.unflatten(0, (self.count, -1))
+        return whole
 
     def check(self, x: Tensor, func: Any, *weights: Any) -> Tensor:
         """Refuse an activation whose dimension 0 does not count the examples.

@@ -353,6 +353,7 @@ class Between(nn.Module):
 
 
 UNKNOWN = {
+    "linalg_solve": lambda x: torch.linalg.solve(torch.eye(4) + x[:, None] * x[..., None], x[..., None])[..., 0],
     "layer_norm": lambda x: F.layer_norm(x, (4,)),
     "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
     "softmax": lambda x: x.softmax(-1),
@@ -420,3 +421,45 @@ def test_a_network_that_differentiates_itself_is_refused_or_right():
             found = sum(jvp(force, (weights,), (change,))) if linear else force(moved)
             losses.append((found - target[0]).square() + (hyper[0] + shift[0]).exp() * bilevel.l2(moved))
         assert_equal(fast.detach(), torch.stack(losses).mean().detach(), 1e-9)
+
+
+def test_weights_that_changed_are_cast_anew():
+    """Autocast keeps casts of weights until its outermost block ends."""
+    problem = make_problem()
+    response, hyper, batch = bilevel.METHODS["centered_stn"].bind(problem), problem.initial_hyper(), batches(1)[0]
+    model = response.inner.model(response.inner.params())
+    values = []
+    with autocast():
+        for _ in range(2):
+            values.append(problem.inner_loss(model, hyper, batch).value.detach())
+            with torch.no_grad():
+                response.inner.weights[0].mul_(2)
+    with autocast():
+        response.inner.weights[0].data.div_(2)
+        fresh = problem.inner_loss(model, hyper, batch).value.detach()
+    assert values[0] != values[1]
+    assert values[1] == fresh
+
+
+@pytest.mark.parametrize("curvature", ["hessian", "gauss_newton"])
+def test_second_derivatives_of_a_loss_without_a_network_are_taken_in_full_precision(curvature):
+    def loss(model, hyper, batch):
+        fit = (batch[0] @ model.params["w"] - batch[1]).square().mean()
+        return fit + hyper["decay"] * bilevel.l2(model.params)
+
+    problem = make_problem({"w": torch.ones(3, 1)}, inner_loss=loss)
+    response = Implicit(bilevel.Exact(), curvature=curvature).bind(problem)
+    found = []
+    for on in (False, True):
+        with autocast(on):
+            found.append(response.jvp(problem.initial_hyper(), torch.ones(1), batches(1)[0])["w"])
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("part", ["module", "function"])
+def test_a_curvature_of_its_own_refuses_activation_checkpointing(part):
+    """Also where no solver has checked the problem."""
+    problem = make_problem(Checkpointed(part, reentrant=False))
+    response = Implicit(bilevel.CG()).bind(problem)
+    with pytest.raises(RuntimeError, match="remove the checkpointing from the network"):
+        response.jvp(problem.initial_hyper(), torch.ones(1), batches(1)[0])
