@@ -18,6 +18,7 @@ ORDER = [
     {"arguments", "autodiff", "batches", "checkpoint", "functional", "hyper", "nn", "optimizers", "precision", "rng"},
     {"compilation", "history", "problem"},
     {"linear_solvers", "structure"},
+    {"checks"},
     {"response"},
     {"solver"},
     {"loop"},

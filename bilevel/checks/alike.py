@@ -38,7 +38,7 @@ def check_sight(subject: Subject, shift: Tensor) -> None:
 
 
 def _lost(subject: Subject, shift: Tensor, *, training: bool | None) -> str | None:
-    """The weight in which the loss has other slopes than with all weights multiplied out, if there is one."""
+    """The first weight in which the loss has other slopes than with all weights multiplied out, if there is one."""
     weights, hyper = subject.weights(), (subject.hyper + shift).expand(subject.count, -1)
     rows = subject.theta.rows(shift)
     leaves = {name: part.factor.detach().clone().requires_grad_() for name, part in rows.items()}
@@ -51,8 +51,8 @@ def _lost(subject: Subject, shift: Tensor, *, training: bool | None) -> str | No
     errors = torch.stack([(a - b).norm() for a, b in zip(seen, expected, strict=True)]).double()
     sizes = torch.stack([slope.norm() for slope in expected]).double()
     relative = errors / (sizes + 1e-3 * sizes.max()).clamp_min(torch.finfo(torch.float64).tiny)
-    worst = int(relative.argmax())
-    return [*leaves][worst] if float(relative[worst]) > min(30 * subject.rounding, 0.5) else None
+    wrong = (relative > min(30 * subject.rounding, 0.5)).tolist()
+    return next((name for name, bad in zip(leaves, wrong, strict=True) if bad), None)
 
 
 def check_shapes(subject: Subject, shift: Tensor) -> None:

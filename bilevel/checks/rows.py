@@ -59,7 +59,7 @@ def check_rows(
         subject = Subject(problem, inner, loss, theta.random(inner.params()), hyper, batch, count)
         first, second = noise().detach(), noise().detach()
         check_sight(subject, first[0])
-        check_shapes(subject, first[0])
         if count > 1:
             shared = problem.space.shared().to(hyper.device)
             check_separable(subject, first, torch.where(shared, first, second))
+        check_shapes(subject, first[0])

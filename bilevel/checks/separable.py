@@ -29,7 +29,7 @@ def check_separable(subject: Subject, first: Tensor, second: Tensor) -> None:
         ValueError: If it is none.
     """
     pair = _Pair(subject, first, second)
-    if not pair.coupled(direct=slice(None), through=True):
+    if not pair.coupled(direct=ALL, through=True):
         return
     if pair.compared():
         raise ValueError(
@@ -38,27 +38,26 @@ def check_separable(subject: Subject, first: Tensor, second: Tensor) -> None:
             "of its own. Take a loss that is a sum over examples, for instance without dividing by a sum over the "
             f"batch, {REMEDY}."
         )
-    start = 0
-    for name, entry in subject.problem.space.hyper.items():
-        columns = slice(start, start + entry.init.numel())
-        start = columns.stop
-        if pair.coupled(direct=columns, through=False):
-            raise ValueError(
-                f"{subject.loss} lets the value of hyper[{name!r}] for one example reach the loss of other examples. "
-                f"It has shape {subject.shape(name)} there, one row for each of the {subject.count} examples. The "
-                "usual causes: it multiplies a mean over the batch (use a loss per example, as "
-                "bilevel.functional.cross_entropy, mse_loss or reduction='none' give, and multiply that); it is "
-                f"broadcast along another axis (write x * bilevel.functional.per_example(hyper[{name!r}], x)); it is "
-                f"indexed from the left (write hyper[{name!r}][..., 0]). Mend that, declare it with shared=True, "
-                f"{REMEDY}."
-            )
     culprit = pair.mixing_weight()
+    if culprit is not None:
+        raise ValueError(
+            f"the network mixes the examples at the weight {culprit!r}: its response to the perturbation of one "
+            "example reaches the predictions for others. Either dimension 0 of what meets that weight does not count "
+            f"the {subject.count} examples, although it is as long, or the network moves or mixes them. Put the "
+            f"examples first, let the weight not respond (structure={{{culprit!r}: 'none'}}), {REMEDY}."
+        )
+    name = pair.mixing_hyper()
     raise ValueError(
-        f"the network mixes the examples at the weight {culprit!r}: its response to the perturbation of one example "
-        "reaches the predictions for others. Either dimension 0 of what meets that weight does not count the "
-        f"{subject.count} examples, although it is as long, or the network moves or mixes them. Put the examples "
-        f"first, let the weight not respond (structure={{{culprit!r}: 'none'}}), {REMEDY}."
+        f"{subject.loss} lets the value of hyper[{name!r}] for one example reach the loss of other examples. It has "
+        f"shape {subject.shape(name)} there, one row for each of the {subject.count} examples. The usual causes: it "
+        "multiplies a mean over the batch (use a loss per example, as bilevel.functional.cross_entropy, mse_loss or "
+        "reduction='none' give, and multiply that); it is broadcast along another axis (write "
+        f"x * bilevel.functional.per_example(hyper[{name!r}], x)); it is indexed from the left (write "
+        f"hyper[{name!r}][..., 0]). Mend that, declare it with shared=True, {REMEDY}."
     )
+
+
+NONE, ALL = slice(0), slice(None)
 
 
 class _Pair:
@@ -72,24 +71,28 @@ class _Pair:
         half = subject.count // 2
         self.groups = (place < half, place >= half, place % 2 == 1)
 
-    def coupled(self, *, direct: slice, through: bool, names: Sequence[str] | None = None) -> bool:
+    def coupled(
+        self, *, direct: slice = NONE, through: bool = False, alike: bool = False, names: Sequence[str] | None = None
+    ) -> bool:
         """Whether slopes of kept examples change when a group of others gets its second perturbation.
 
         Args:
             direct: Entries of the hyperparameters that get it.
             through: Whether the weights get it.
+            alike: Give all examples the same hyperparameters, and look at the slopes through the weights only.
             names: Of the weights that respond; all by default.
 
         Returns:
             The answer.
         """
-        before = self._slopes(self.first, self.first, names)
+        start = self.first[:1].expand_as(self.first) if alike else self.first
+        before = self._slopes(start, self.first, names)
         for changed in self.groups:
             mixed = torch.where(changed[:, None], self.second, self.first)
-            values = self.first.clone()
+            values = start.clone()
             values[:, direct] = mixed[:, direct]
             after = self._slopes(values, mixed if through else self.first, names)
-            for old, new in zip(before, after, strict=True):
+            for old, new in [*zip(before, after, strict=True)][1 if alike else 0 :]:
                 error, size = (new - old)[~changed].abs(), old.abs().amax(0)
                 limit = self.subject.rounding * size + torch.finfo(size.dtype).eps * size.max()
                 if bool((error > limit)[:, self.own].any()):
@@ -143,14 +146,26 @@ class _Pair:
         errors = [((new - old)[~changed].abs().max(), old.abs().max()) for old, new in pairs]
         return any(bool(error > subject.rounding * size) for error, size in errors)
 
-    def mixing_weight(self) -> str:
+    def mixing_weight(self) -> str | None:
         """A weight whose response mixes the examples, found by halving; the first of several that do so together."""
+        if not self.coupled(through=True, alike=True):
+            return None
         names = [*self.subject.theta.rows(self.first)]
         while len(names) > 1:
             half = len(names) // 2
             parts = (names[:half], names[half:])
-            mixing = [part for part in parts if self.coupled(direct=slice(0), through=True, names=part)]
+            mixing = [part for part in parts if self.coupled(through=True, alike=True, names=part)]
             if not mixing:
                 break
             names = mixing[0]
         return names[0]
+
+    def mixing_hyper(self) -> str:
+        """A hyperparameter that mixes the examples; the first of several that do so together."""
+        hyper = self.subject.problem.space.hyper
+        stop = 0
+        for name, entry in hyper.items():
+            start, stop = stop, stop + entry.init.numel()
+            if self.coupled(direct=slice(start, stop)):
+                return name
+        return next(iter(hyper))

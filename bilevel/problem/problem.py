@@ -94,8 +94,7 @@ class Problem:
         self.params = trainable(inner)
         self._modules = [] if self.module is None else list(self.module.modules())
         self._repeats = Repeats(self.module, self.params.values())
-        self._read: set[str] = set()
-        self._evaluated: set[str] = set()
+        self._read: dict[str, set[str]] = {"initial": set()}
         self._weight_norm = exact_weight_norm(self.module)
         self._ties = {} if self.module is None else ties(self.module)
         self.space = Space(hyper)
@@ -131,8 +130,21 @@ class Problem:
     @property
     def unread(self) -> list[str]:
         """The hyperparameters that neither a loss nor ``initial`` has read; none before both losses were evaluated."""
-        known = self._evaluated == self.user_losses.keys()
-        return [name for name in self.space.hyper if known and name not in self._read]
+        return self.unread_by(*self.user_losses)
+
+    def unread_by(self, *losses: str) -> list[str]:
+        """The hyperparameters that neither these losses nor ``initial`` have read.
+
+        Args:
+            losses: ``"inner_loss"`` or ``"outer_loss"``.
+
+        Returns:
+            Their names; none if one of the losses has not been evaluated.
+        """
+        if not all(loss in self._read for loss in losses):
+            return []
+        read = set[str]().union(*self._read.values())
+        return [name for name in self.space.hyper if name not in read]
 
     def initial_hyper(self) -> Tensor:
         """The initial unconstrained vector, in at least single precision on the device of the weights.
@@ -160,7 +172,7 @@ class Problem:
             return weights
         values = hyper if isinstance(hyper, Named) else self.space.values(hyper)
         given = self._initial(values)
-        self._read |= values.read
+        self._read["initial"] |= values.read
         if not isinstance(given, Mapping):
             raise TypeError(f"initial must return a mapping from names to tensors, got {type(given).__name__}.")
         for name, value in given.items():
@@ -297,8 +309,7 @@ class Problem:
                 for note in advice(error, name, batch):
                     error.add_note(note)
                 raise
-        self._read |= values.read
-        self._evaluated.add(name)
+        self._read.setdefault(name, set()).update(values.read)
         return reduce(name, result, self.examples, batch)
 
     @contextmanager

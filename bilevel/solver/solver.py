@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -13,16 +12,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from bilevel.arguments import check_flag, check_integer, check_loader, check_one_process
+from bilevel.arguments import check_flag, check_integer, check_one_process
 from bilevel.batches import to_device
-from bilevel.checks import Kinds
 from bilevel.hyper import Named
 from bilevel.precision import own_precision
 from bilevel.problem import Problem
 from bilevel.response import BestResponse, Method, get_method
 from bilevel.rng import Stream
 from bilevel.solver import state as states
-from bilevel.solver.finite import DivergenceError, FiniteCheck
+from bilevel.solver.evaluation import mean_outer_loss
+from bilevel.solver.finite import FiniteCheck
+from bilevel.solver.first_look import FirstLook
 from bilevel.solver.gradients import Differentiation
 from bilevel.solver.optimization import Gradients, Optimization, OptimizerFactory, SchedulerFactory
 from bilevel.solver.undo import LastGood, buffers_kept, update_undone_on_error
@@ -74,6 +74,7 @@ class Solver:
         optimizers: By name: ``weights``, ``response``, ``hyper`` and ``scale``, as far as there is something to train.
         schedulers: By the same names.
         optimization: The groups of parameters, with their optimizers.
+        first_look: The checks of new kinds of batches.
         streams: The random streams of the data, of the losses and of evaluations.
         inner_steps: How many inner steps have been made.
         outer_steps: How many outer steps have been made.
@@ -161,7 +162,7 @@ class Solver:
         self.inner_steps = 0
         self.outer_steps = 0
         self.inner_aux: Any = None
-        self._kinds = {"inner": Kinds(), "outer": Kinds()}
+        self.first_look = FirstLook(self.response)
         self._last_good = LastGood(self.state_dict, self._load)
         self._finite = FiniteCheck(self.response, self.vector.detach(), self._last_good)
         self._differentiation = Differentiation(self.response, self.optimization, self._finite, compile=compile)
@@ -213,7 +214,7 @@ class Solver:
         try:
             with buffers_kept(self.response.inner), self.streams["loss"](), own_precision(self.problem.device):
                 for batch in moved:
-                    self._check_kind(batch)
+                    self.first_look.inner(self.vector.detach(), batch)
                 loss, values, gradients = self._differentiation.of_inner_losses(self.vector.detach(), moved)
                 norms = self.optimization.set_gradients(gradients)
                 self._finite.inner(self.inner_steps, values, norms)
@@ -243,10 +244,10 @@ class Solver:
                 self._differentiation.rehearse(hyper, train_batch[0])
             if not self.response.pure:  # otherwise it does not read the training batch
                 for batch in train_batch if self.response.unrolled_steps else [train_batch]:
-                    self._check_kind(batch)
-            self._check_kind(valid_batch, outer=True)
+                    self.first_look.inner(hyper, batch)
+            self.first_look.outer(hyper, valid_batch)
             loss, slopes = self._differentiation.of_outer_loss(hyper, (train_batch, valid_batch), steps)
-            self._check_reads()
+            self.first_look.reads()
             direct, through_weights, *for_scale = slopes
             hypergradient = direct + through_weights
             gradients: Gradients = {"hyper": [hypergradient.clone()]}
@@ -300,34 +301,8 @@ class Solver:
 
         Returns:
             The mean loss.
-
-        Raises:
-            DivergenceError: If it is not finite.
-            ValueError: If there is no batch.
         """
-        check_loader("loader", loader)
-        model = self.response.inner.model(self.params)
-        losses, sizes = [], []
-        with self.streams["evaluation"](), own_precision(self.problem.device):
-            for batch in [None] if loader is None else loader:
-                moved = self.to_device(batch)
-                sizes.append(self.problem.examples(moved))
-                losses.append(self.problem.outer_loss(model, self.vector.detach(), moved).value.detach())
-        if not losses:
-            raise ValueError("loader is empty: a validation pass needs at least one batch.")
-        if None in sizes and len(sizes) > 1:
-            raise ValueError(
-                "loader has several batches, and one of them has no tensor whose dimension 0 could count its examples, "
-                "so that their losses cannot be weighted: set Problem(examples=...)."
-            )
-        weights = torch.tensor([size or 1 for size in sizes], dtype=torch.float64)
-        mean = float(torch.stack(losses).cpu().double() @ weights / weights.sum())
-        if not math.isfinite(mean):
-            raise DivergenceError(
-                f"the outer loss over the whole set is {mean} after {self.inner_steps} inner steps: lower the learning "
-                "rates, or look for overflow in outer_loss."
-            )
-        return mean
+        return mean_outer_loss(self, loader)
 
     def check(self) -> None:
         """Raise if an inner step since the last outer step was not finite.
@@ -398,20 +373,3 @@ class Solver:
                 f"one batch for all of them, write [batch] * {count}."
             )
         return train_batch
-
-    def _check_kind(self, batch: Any, *, outer: bool = False) -> None:
-        """Let the response look at the first batch of each kind."""
-        kinds, count = self._kinds["outer" if outer else "inner"], self.problem.examples(batch)
-        if kinds.new(batch, count):
-            check = self.response.check_outer if outer else self.response.check
-            with self.problem.differentiating():
-                check(self.vector.detach(), batch)
-            kinds.add(batch, count)
-
-    def _check_reads(self) -> None:
-        """Refuse hyperparameters that no loss has read."""
-        if self.problem.unread:
-            raise ValueError(
-                f"neither inner_loss nor outer_loss reads hyper[{self.problem.unread[0]!r}], so that nothing can tune "
-                "it and noise would move it: use it in a loss, or leave it out of Problem(hyper=...)."
-            )

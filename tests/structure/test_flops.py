@@ -53,7 +53,8 @@ def costs(method, make):
     hyper = {"decay": bilevel.positive([1e-3] * 3)}
     problem = bilevel.Problem(net, inner_loss=loss, outer_loss=loss, hyper=hyper)
     solver = bilevel.Solver(problem, method=method)
-    solver.inner_step(batch)  # the first one also looks where the examples are
+    solver.inner_step(batch)  # the first step of each level also checks what it is given
+    solver.outer_step(batch, batch)
     return flops(lambda: solver.inner_step(batch)) / plain, flops(lambda: solver.outer_step(batch, batch)) / plain
 
 

@@ -1,7 +1,6 @@
 """Every rule against weights that are multiplied out for each example, and ``torch.func.jvp`` of those."""
 
 import copy
-from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import bilevel
 from bilevel import structure
-from bilevel.structure import Examples, Rowwise, respond
+from bilevel.structure import Rowwise, respond
 
 H = 3
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
@@ -209,14 +208,7 @@ def run(net, weights, theta, noise, x, *, linearized):
     def predict(params, *args):
         return functional_call(net, params, args)
 
-    @contextmanager
-    def evaluating():
-        training = net.training
-        net.eval()
-        yield
-        net.train(training)
-
-    return respond(predict, used, theta.rows(noise), Examples(evaluating), linearized=linearized)(x)
+    return respond(predict, used, theta.rows(noise), linearized=linearized)(x)
 
 
 @pytest.fixture(autouse=True)
@@ -294,9 +286,7 @@ def test_attention_whose_joint_projection_does_not_respond():
     weights, theta, noise = setup(net, 3)
     nn.init.zeros_(theta.templates[theta.names.index("joint")])
     rows = {name: rows for name, rows in theta.rows(noise).items() if name != "joint"}
-    predict = respond(
-        lambda params, x: functional_call(net, params, (x,)), weights, rows, Examples(nullcontext), linearized=False
-    )
+    predict = respond(lambda params, x: functional_call(net, params, (x,)), weights, rows, linearized=False)
     torch.testing.assert_close(predict(x), one_by_one(net, weights, theta, noise, x, linearized=False), **TOLERANCE)
 
 
@@ -352,23 +342,6 @@ def test_a_response_that_would_be_lost_is_refused(use, words, linearized):
         run(net, weights, theta, noise, torch.randn(6, 4), linearized=linearized)
     for word in [*words, "perturb='batch'", "'weight'"]:
         assert word in str(raised.value)
-
-
-@pytest.mark.parametrize("linearized", [False, True])
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda x, w: F.linear(x.transpose(0, 1), w).transpose(0, 1),
-        lambda x, w: F.linear(x.flip(0), w),
-        lambda x, w: F.linear(x + x.mean(0), w),
-    ],
-)
-def test_examples_in_another_place_are_noticed_even_if_the_shape_fits(use, linearized):
-    """As many time steps as examples."""
-    net = Lost(use)
-    weights, theta, noise = setup(net, 4)
-    with pytest.raises(ValueError, match="does not count the 4 examples"):
-        run(net, weights, theta, noise, torch.randn(4, 4, 4), linearized=linearized)
 
 
 def test_a_users_operation_can_be_taught():
