@@ -19,7 +19,7 @@ statistics over the examples are held fixed meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,16 +28,15 @@ from torch import Tensor
 from bilevel.checks.alike import check_shapes, check_sight
 from bilevel.checks.kinds import repeatable
 from bilevel.checks.separable import check_separable
-from bilevel.checks.subject import Subject
+from bilevel.checks.subject import RandomResponse, Subject
 from bilevel.problem import Problem, Variables
-from bilevel.structure import Theta
 
 
 def check_rows(
     problem: Problem,
     inner: Variables,
     loss: str,
-    theta: Theta,
+    names: Sequence[str],
     hyper: Tensor,
     noise: Callable[[], Tensor],
     batch: Any,
@@ -49,14 +48,15 @@ def check_rows(
         problem: The problem.
         inner: Weights and buffers.
         loss: ``"inner_loss"`` or ``"outer_loss"``.
-        theta: A response by rows; its numbers are not used.
+        names: Of the weights that respond.
         hyper: Unconstrained, shape ``(h,)``.
         noise: Draws perturbations, shape ``(B, h)``.
         batch: For the loss.
         count: Its number of examples.
     """
     with repeatable(hyper.device):
-        subject = Subject(problem, inner, loss, theta.random(inner.params()), hyper, batch, count)
+        theta = RandomResponse(inner.params(), names, hyper)
+        subject = Subject(problem, inner, loss, theta, hyper, batch, count)
         first, second = noise().detach(), noise().detach()
         check_sight(subject, first[0])
         if count > 1:

@@ -17,9 +17,39 @@ from bilevel.checks.kinds import repeatable
 from bilevel.checks.statistics import FixedStatistics
 from bilevel.problem import Model, Problem, Variables
 from bilevel.responding import Responding, Rows
-from bilevel.structure import Theta, respond
+from bilevel.structure import respond
 
 REMEDY = "or pass perturb='batch' to the method, with which all examples share one perturbation"
+
+
+@final
+class RandomResponse:
+    r"""A response by rows, :math:`(\mathbf{U} \delta) \odot_{\text{row}} \mathbf{R}`, under which every weight moves.
+
+    The columns of :math:`\mathbf{R}` are all alike, so that it takes next to no memory.
+    """
+
+    def __init__(self, weights: Mapping[str, Tensor], names: Sequence[str], hyper: Tensor) -> None:
+        """Draw the response of the named weights, about as large as they are."""
+        self._templates, self._factors = {}, {}
+        for name in names:
+            weight = weights[name].detach()
+            rows = weight.shape[:1]
+            column = (0.3 * weight.square().mean().sqrt() + 1e-3) * torch.randn(rows, dtype=weight.dtype).to(weight)
+            self._templates[name] = column.view(*rows, *[1] * (weight.ndim - 1)).expand_as(weight)
+            drawn = torch.randn(len(hyper), *(rows or (1,)), dtype=weight.dtype)
+            self._factors[name] = drawn.to(weight) / math.sqrt(len(hyper))
+
+    def rows(self, shift: Tensor) -> dict[str, Rows]:
+        """The change of the weights, not multiplied out.
+
+        Args:
+            shift: Shape ``(h,)`` or ``(B, h)``.
+
+        Returns:
+            By name of the weight.
+        """
+        return {name: Rows(shift.to(u) @ u, self._templates[name]) for name, u in self._factors.items()}
 
 
 @final
@@ -31,7 +61,7 @@ class Subject:
         problem: The problem.
         inner: Weights and buffers.
         loss: ``"inner_loss"`` or ``"outer_loss"``.
-        theta: A response by rows, with random numbers.
+        theta: A random response.
         hyper: Unconstrained, shape ``(h,)``.
         batch: For the loss.
         count: Its number of examples.
@@ -41,7 +71,7 @@ class Subject:
     problem: Problem
     inner: Variables
     loss: str
-    theta: Theta
+    theta: RandomResponse
     hyper: Tensor
     batch: Any
     count: int

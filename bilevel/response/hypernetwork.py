@@ -117,7 +117,7 @@ class HypernetworkResponse(BestResponse):
         count = self._examples(batch)
         if count is not None and isinstance(self.theta, Theta):
             noise = partial(self.scale.sample, count)
-            check_rows(self.problem, self.inner, loss, self.theta, hyper, noise, batch, count)
+            check_rows(self.problem, self.inner, loss, self.theta.rowwise.names, hyper, noise, batch, count)
 
     def perturbation(self, batch: Any) -> Tensor:
         r"""Draw :math:`\epsilon \sim p(\epsilon | \sigma)`; the inner level does not train :math:`\sigma`.

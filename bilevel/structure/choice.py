@@ -105,14 +105,3 @@ class Theta(nn.Module):
             By name of the weight.
         """
         return self.rowwise.rows(shift)
-
-    def random(self, weights: Mapping[str, Tensor]) -> Theta:
-        """The same structure with other, random numbers in the rows: for checks.
-
-        Args:
-            weights: By name.
-
-        Returns:
-            A copy that shares the dense part.
-        """
-        return Theta(self.rowwise.random(weights), self.dense)

@@ -9,7 +9,6 @@ Section "Structured Hypernetwork Representation" and, for convolutions, ``append
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping
 from typing import final
@@ -95,22 +94,6 @@ class Rowwise(nn.Module):
             One tensor per parameter, of its shape.
         """
         return {name: rows.change() for name, rows in self.rows(shift).items()}
-
-    def random(self, weights: Mapping[str, Tensor]) -> Rowwise:
-        """The same structure with other, random numbers, under which every weight responds: for checks.
-
-        Args:
-            weights: By name; the response is about as large as they are.
-
-        Returns:
-            A copy.
-        """
-        other = copy.deepcopy(self)
-        with torch.no_grad():
-            other.factor.normal_().div_(math.sqrt(len(self.factor)))
-            for name, template in zip(self.names, other.templates, strict=True):
-                template.normal_().mul_(0.3 * weights[name].square().mean().sqrt() + 1e-3)
-        return other
 
     def _check_memory(self, params: Mapping[str, Tensor], size: int) -> None:
         """Refuse a response that would not fit, before it is allocated."""

@@ -366,7 +366,8 @@ def slopes(loss, params):
 def library_and_reference(solver, batch):
     """Gradients of all that a centered STN trains with a random response, and those of one example at a time."""
     response, problem = solver.response, solver.problem
-    response.theta.rowwise.load_state_dict(response.theta.rowwise.random(response.inner.params()).state_dict())
+    for part in response.theta.parameters():
+        nn.init.normal_(part, std=0.3)
     noise = 0.7 * torch.randn(B, len(solver.vector))
     noise = torch.where(problem.space.shared(), noise[:1], noise)
     hyper = solver.vector.detach()
