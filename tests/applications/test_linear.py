@@ -478,7 +478,7 @@ def test_no_split_with_an_optimum_inside_is_an_error(tmp_path):
         main(["linear", "--splits", str(bad), "--out", str(tmp_path)])
 
 
-def test_workers_change_nothing_but_the_speed(tmp_path, monkeypatch):
+def test_workers_change_no_result(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     pytest.importorskip("sklearn")
     command = ["linear", "--methods", "delta_stn", "unrolled", "--seeds", "2", "--rounds", "12", "--quiet"]
