@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shlex
 from types import SimpleNamespace
 
@@ -22,6 +23,11 @@ settings.register_profile(
 )
 settings.register_profile("fuzz", settings.get_profile("test"), derandomize=False, print_blob=True)
 
+# Hypothesis also draws the numbers that it reads in the imported modules of this project. Which ones are imported
+# depends on the tests that are selected, and which ones count as ours on the path of the clone: neither `make test` nor
+# a seed of `make fuzz` would repeat itself.
+providers._get_local_constants = providers.Constants
+
 # Tests run in parallel processes; one thread each is fastest for their small tensors.
 torch.set_num_threads(1)
 # A trace keeps the Python stack for each of its operations, for messages of torch's own. Under pytest, whose stacks are
@@ -39,13 +45,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("--fuzz"):
-        settings.load_profile("fuzz")
-        return
-    settings.load_profile("test")
-    # Hypothesis also draws the numbers that it reads in the imported modules of this project. Which ones are imported
-    # depends on the tests that ran before in the same process, and which ones count as ours on the path of the clone.
-    providers._get_local_constants = providers.Constants
+    settings.load_profile("fuzz" if config.getoption("--fuzz") else "test")
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
@@ -63,6 +63,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for test in {getattr(item.obj, "__func__", item.obj) for item in properties}:
         own = test._hypothesis_internal_use_settings
         test._hypothesis_internal_use_settings = settings(own, max_examples=factor * own.max_examples)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the garbage collector need not look at it again and again."""
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
