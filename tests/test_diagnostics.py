@@ -361,7 +361,7 @@ def decayed(model, hyper, batch):
 
 def smooth(model, hyper, batch):
     """Depends on everything differentiably."""
-    return decayed(model, hyper, batch) + hyper["rate"] * bilevel.l1(model.params)
+    return decayed(model, hyper, batch) + hyper["rate"] * bilevel.l2(model.params)
 
 
 RATE, DECAY = {"rate": bilevel.interval(0, 1, 0.2)}, {"decay": bilevel.positive([0.1, 0.2])}

@@ -1,7 +1,5 @@
 """Penalties, and dropout whose rate is a tensor."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from hypothesis import given
@@ -14,7 +12,7 @@ from torch.nn import functional as F
 from bilevel import l1, l2
 from bilevel.functional import drop_connect, dropout, embedding_dropout, gaussian_noise
 from bilevel.responding import Rows
-from bilevel.structure import Examples, respond
+from bilevel.structure import respond
 
 
 @pytest.fixture(autouse=True)
@@ -202,7 +200,6 @@ def test_drop_connect_works_on_a_weight_that_responds(linearized, seed):
         lambda weights, *args: functional_call(net, weights, args),
         {"weight": weight},
         {"weight": Rows(factor, template)},
-        Examples(nullcontext),
         linearized=linearized,
     )
     torch.manual_seed(seed)

@@ -10,7 +10,6 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from bilevel.batches import leaves
 from bilevel.rng import Stream
@@ -23,10 +22,10 @@ EXACT = 16
 class Kinds:
     """Remembers which kinds of batches have been checked.
 
-    Two batches are of one kind if they agree in nesting and in the dtypes and shapes of their tensors. Every batch may
-    have another shape, as sequences do that are trimmed to the longest. Then only the first ones are told apart by all
-    sizes, the others by what can confuse examples with something else: their number, and which dimensions are as long
-    as the batch.
+    Two batches are of one kind if they agree in their type and in the dtypes and shapes of their tensors. Every batch
+    may have another shape, as sequences do that are trimmed to the longest. Then only the first ones are told apart by
+    all sizes, the others by what can confuse examples with something else: their number, and which dimensions are as
+    long as the batch.
 
     Example:
         >>> kinds = Kinds()
@@ -49,8 +48,8 @@ class Kinds:
         Returns:
             The answer.
         """
-        exact, rough = _describe(batch, count)
-        return exact not in self._seen and (len(self._seen) < 2 * EXACT or rough not in self._seen)
+        kind = _exact(batch)
+        return kind not in self._seen and (len(self._seen) < 2 * EXACT or _rough(kind, count) not in self._seen)
 
     def add(self, batch: Any, count: int | None) -> None:
         """This kind has been checked, and passed.
@@ -59,15 +58,21 @@ class Kinds:
             batch: Any nesting.
             count: Its number of examples.
         """
-        self._seen.update(_describe(batch, count))
+        kind = _exact(batch)
+        self._seen |= {kind, _rough(kind, count)}
 
 
-def _describe(batch: Any, count: int | None) -> tuple[Hashable, Hashable]:
-    """A kind by all sizes, and by what can confuse examples with something else."""
-    nesting = pytree.tree_structure(batch)
+Kind = tuple[type, tuple[tuple[Any, tuple[int, ...]], ...]]
+
+
+def _exact(batch: Any) -> Kind:
     tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor | np.ndarray)]
-    exact = (nesting, *((leaf.dtype, leaf.shape) for leaf in tensors))
-    return exact, (nesting, count, *((leaf.dtype, *(size == count for size in leaf.shape)) for leaf in tensors))
+    return type(batch), tuple((leaf.dtype, leaf.shape) for leaf in tensors)
+
+
+def _rough(kind: Kind, count: int | None) -> Hashable:
+    """A kind by what can confuse examples with something else."""
+    return kind[0], count, tuple((dtype, *(size == count for size in shape)) for dtype, shape in kind[1])
 
 
 @contextmanager

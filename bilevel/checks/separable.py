@@ -70,6 +70,7 @@ class _Pair:
         place = torch.arange(subject.count, device=first.device)
         half = subject.count // 2
         self.groups = (place < half, place >= half, place % 2 == 1)
+        self.training: bool | None = None  # the mode of the loss
 
     def coupled(
         self, *, direct: slice = NONE, through: bool = False, alike: bool = False, names: Sequence[str] | None = None
@@ -87,11 +88,18 @@ class _Pair:
         """
         start = self.first[:1].expand_as(self.first) if alike else self.first
         before = self._slopes(start, self.first, names)
+        drawn = self.subject.drawn
         for changed in self.groups:
             mixed = torch.where(changed[:, None], self.second, self.first)
             values = start.clone()
             values[:, direct] = mixed[:, direct]
             after = self._slopes(values, mixed if through else self.first, names)
+            if not all(map(torch.equal, drawn, self.subject.drawn)):
+                # How many numbers are drawn depends on values, as in nn.RReLU, so that other rows get other numbers.
+                if self.training is False:
+                    return False
+                self.training = False
+                return self.coupled(direct=direct, through=through, alike=alike, names=names)
             for old, new in [*zip(before, after, strict=True)][1 if alike else 0 :]:
                 error, size = (new - old)[~changed].abs(), old.abs().amax(0)
                 limit = self.subject.rounding * size + torch.finfo(size.dtype).eps * size.max()
@@ -106,9 +114,13 @@ class _Pair:
         rows = {name: part for name, part in subject.theta.rows(through).items() if names is None or name in names}
         direct = values.clone().requires_grad_()
         try:
-            loss = subject.evaluate(subject.responding(rows, self.fixed), subject.hyper + direct)
+            loss = subject.evaluate(
+                subject.responding(rows, self.fixed), subject.hyper + direct, training=self.training
+            )
         except (RuntimeError, TypeError):  # an operation may refuse to be differentiated in a hyperparameter
-            loss = subject.evaluate(subject.responding(rows, self.fixed), subject.hyper + values)
+            loss = subject.evaluate(
+                subject.responding(rows, self.fixed), subject.hyper + values, training=self.training
+            )
         return gradients(loss, [direct, through])
 
     def compared(self) -> bool:
@@ -137,7 +149,8 @@ class _Pair:
                 assert predict is not None
                 return map_tensors(replace, predict(subject.weights(), *args, **kwargs))
 
-            return gradients(subject.evaluate(Model(params, call), subject.hyper + alike), outputs)
+            loss = subject.evaluate(Model(params, call), subject.hyper + alike, training=self.training)
+            return gradients(loss, outputs)
 
         try:
             pairs = [*zip(slopes(False), slopes(True), strict=True)]

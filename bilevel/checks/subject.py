@@ -17,6 +17,7 @@ from bilevel.checks.kinds import repeatable
 from bilevel.checks.statistics import FixedStatistics
 from bilevel.problem import Model, Problem, Variables
 from bilevel.responding import Responding, Rows
+from bilevel.rng import Stream
 from bilevel.structure import respond
 
 REMEDY = "or pass perturb='batch' to the method, with which all examples share one perturbation"
@@ -66,6 +67,7 @@ class Subject:
         batch: For the loss.
         count: Its number of examples.
         eps: The machine precision in which the network computes, as far as it was seen.
+        drawn: Where the random numbers stood after the last evaluation.
     """
 
     problem: Problem
@@ -75,7 +77,8 @@ class Subject:
     hyper: Tensor
     batch: Any
     count: int
-    eps: float = field(default=0.0)
+    eps: float = 0.0
+    drawn: list[Tensor] = field(default_factory=list)
 
     @property
     def rounding(self) -> float:
@@ -105,7 +108,9 @@ class Subject:
         with repeatable(self.hyper.device):
             for device in {torch.device("cpu"), self.hyper.device}:
                 torch.rand(skip, device=device)
-            return self.problem.evaluate(self.loss, model, hyper, self.batch, training=training).value
+            loss = self.problem.evaluate(self.loss, model, hyper, self.batch, training=training).value
+            self.drawn = Stream.current(self.hyper.device).state_dict()
+        return loss
 
     def responding(self, rows: Mapping[str, Rows], fixed: FixedStatistics | None = None) -> Model:
         """The model whose weights respond by rows, as in training.

@@ -3,13 +3,12 @@ r"""What the three self-tuning networks share: an affine response :math:`w_0 + \
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+from torch import Tensor
 from typing_extensions import override
 
 from bilevel.autodiff import linearize
@@ -87,7 +86,6 @@ class HypernetworkResponse(BestResponse):
         default = "dense" if problem.module is None else "rowwise"
         kinds = choose(default if settings.structure is None else settings.structure, list(problem.params))
         self.theta = make(problem.params, kinds, hyper.numel(), max_gigabytes=settings.max_gigabytes)
-        self._norm = None if problem.module is None else _first_norm(problem.module)
         self.per_example = _per_example(problem, kinds, settings.perturb)
         self._must_count = settings.perturb == "example"
         learned = settings.entropy is not None
@@ -151,8 +149,6 @@ class HypernetworkResponse(BestResponse):
         """
         weights = {name: w.detach() if freeze_weights else w for name, w in self.inner.params().items()}
         predict = self.inner.predictor(update_buffers=update_buffers)
-        if linearized and predict is not None and self._norm is not None:
-            predict = _without_input_gradients(self._norm, predict)
         if shift.ndim == 1:
             change = self.theta(shift)
             moved = {name: w + change[name] if name in change else w for name, w in weights.items()}
@@ -190,28 +186,6 @@ def _per_example(problem: Problem, kinds: Mapping[str, str], perturb: str | None
             "weight for every example: use structure='rowwise', or perturb='batch'."
         )
     return True
-
-
-def _first_norm(module: nn.Module) -> str | None:
-    """The name of a layer whose derivatives in the input PyTorch 2.13 computes wrongly in forward mode."""
-    kinds = (nn.LayerNorm, nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
-    return next((name for name, part in module.named_modules() if isinstance(part, kinds)), None)
-
-
-def _without_input_gradients(norm: str, predict: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse inputs that require gradients, which that norm would compute wrongly."""
-
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        inputs = pytree.tree_leaves((args[1:], kwargs))  # args[0] holds the weights
-        if any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
-            raise NotImplementedError(
-                f"the inner loss differentiates model(x) with respect to x, through the norm {norm!r}: in the forward "
-                "mode of delta_stn PyTorch computes that wrongly. Use method='centered_stn', or nn.GroupNorm or "
-                "nn.RMSNorm; if no such derivative is meant, pass x.detach()."
-            )
-        return predict(*args, **kwargs)
-
-    return checked
 
 
 def _is_number(value: object) -> bool:
