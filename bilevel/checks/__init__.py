@@ -10,9 +10,9 @@ file               what it refuses
 =================  ================================================================================================
 """
 
-from bilevel.checks.kinds import Kinds, repeatable
+from bilevel.checks.kinds import Kinds, isolated, repeatable
 from bilevel.checks.outputs import check_outputs
 from bilevel.checks.rows import check_rows
 from bilevel.checks.smooth import check_smooth
 
-__all__ = ["Kinds", "check_outputs", "check_rows", "check_smooth", "repeatable"]
+__all__ = ["Kinds", "check_outputs", "check_rows", "check_smooth", "isolated", "repeatable"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Generator, Hashable
 from contextlib import contextmanager
@@ -85,3 +86,18 @@ def repeatable(device: torch.device) -> Generator[None]:
     finally:
         np.random.set_state(numbers)
         random.setstate(others)
+
+
+def isolated(batch: Any) -> Any:
+    """A batch for one more evaluation, which may leave something behind in it, as the state of a recurrent network.
+
+    Args:
+        batch: Any nesting.
+
+    Returns:
+        The same tensors; copies of all else. What cannot be copied stays as it is.
+    """
+    try:
+        return copy.deepcopy(batch, {id(leaf): leaf for leaf in leaves(batch) if isinstance(leaf, Tensor | np.ndarray)})
+    except Exception:
+        return batch

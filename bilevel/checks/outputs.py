@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from bilevel.autodiff import Gate, map_tensors
-from bilevel.checks.kinds import repeatable
+from bilevel.checks.kinds import isolated, repeatable
 from bilevel.problem import Model, Problem, Variables
 
 
@@ -57,7 +57,8 @@ class Outputs:
             self.differentiated |= any(isinstance(x, Tensor) and x.requires_grad for x in inputs)
             return map_tensors(record, predict(self.weights, *args, **kwargs))
 
-        self.loss = problem.inner_loss(Model(self.read, None if predict is None else call), hyper, batch).value
+        model = Model(self.read, None if predict is None else call)
+        self.loss = problem.inner_loss(model, hyper, isolated(batch)).value
 
     def slopes(self, inputs: list[Tensor]) -> list[Tensor]:
         """The derivative of the loss in what it sees, with its graph; zero where there is no dependence."""

@@ -4,7 +4,7 @@ Example i has the perturbation :math:`\epsilon_i`. The expected gradient of :mat
 for the whole batch if two things hold:
 
 1. The loss is a sum in which every term has one perturbation,
-   :math:`\mathcal{L}(\epsilon_1, \dots, \epsilon_B) = \sum_i \ell_i(\epsilon_i)`.
+   :math:`\mathcal{L}(\epsilon_1, \ldots, \epsilon_B) = \sum_i \ell_i(\epsilon_i)`.
 2. With the same perturbation in every row, it is the loss with the weights multiplied out,
    :math:`\mathcal{L}(\epsilon, \dots, \epsilon) = \mathcal{L}_T(\lambda + \epsilon, w_0 + \Theta \epsilon)`.
 

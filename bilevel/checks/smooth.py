@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bilevel.autodiff import map_tensors
-from bilevel.checks.kinds import repeatable
+from bilevel.checks.kinds import isolated, repeatable
 from bilevel.checks.outputs import Outputs
 from bilevel.problem import Model, Problem, Variables
 
@@ -59,7 +59,7 @@ def check_smooth(problem: Problem, inner: Variables, hyper: Tensor, batch: Any, 
 
         with repeatable(hyper.device):
             model = Model(leaves, None if predict is None else call)
-            loss = problem.inner_loss(model, hyper, batch).value
+            loss = problem.inner_loss(model, hyper, isolated(batch)).value
             inputs = [*moved, *leaves.values()]
             found = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
         return [*found[: len(moved)]], dict(zip(leaves, found[len(moved) :], strict=True))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from bilevel.checks.kinds import repeatable
+from bilevel.checks.kinds import isolated, repeatable
 from bilevel.checks.statistics import FixedStatistics
 from bilevel.problem import Model, Problem, Variables
 from bilevel.responding import Responding, Rows
@@ -108,7 +108,7 @@ class Subject:
         with repeatable(self.hyper.device):
             for device in {torch.device("cpu"), self.hyper.device}:
                 torch.rand(skip, device=device)
-            loss = self.problem.evaluate(self.loss, model, hyper, self.batch, training=training).value
+            loss = self.problem.evaluate(self.loss, model, hyper, isolated(self.batch), training=training).value
             self.drawn = Stream.current(self.hyper.device).state_dict()
         return loss
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from bilevel.checks import check_outputs, check_smooth, repeatable
+from bilevel.checks import check_outputs, check_smooth, isolated, repeatable
 from bilevel.linear_solvers import CG, LinearSolver, LinearSolverError
 from bilevel.precision import has_half_precision, own_precision
 from bilevel.problem import Loss, Model, Problem
@@ -112,7 +112,7 @@ class ImplicitResponse(BestResponse):
     def check(self, hyper: Tensor, batch: Any) -> None:
         """Refuse what has no second derivatives, and losses that the theorem, or the curvature, does not fit."""
         with repeatable(self.problem.device):
-            check_dependence(self._curvature(hyper, batch), self.problem, FAMILY)
+            check_dependence(self._curvature(hyper, isolated(batch)), self.problem, FAMILY)
         check_smooth(self.problem, self.inner, hyper, batch, method=FAMILY)
         if self.settings.curvature == "gauss_newton":
             who = "the Gauss-Newton matrix"

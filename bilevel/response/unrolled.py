@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from bilevel.autodiff import vjp
-from bilevel.checks import repeatable
+from bilevel.checks import isolated, repeatable
 from bilevel.compilation import Staged
 from bilevel.optimizers import DifferentiableOptimizer
 from bilevel.problem import Loss, Model, Problem
@@ -141,7 +141,7 @@ class UnrolledResponse(BestResponse):
         """Refuse what has no second derivatives, and hyperparameters on which the training does not depend."""
         whole = self.settings.restart and self._differentiated == self.settings.steps
         with repeatable(self.problem.device):
-            check_dependence(Hessian(self.inner, hyper, batch), self.problem, FAMILY, start=whole)
+            check_dependence(Hessian(self.inner, hyper, isolated(batch)), self.problem, FAMILY, start=whole)
 
     @override
     def inner_loss(self, hyper: Tensor, batch: Any) -> Iterator[Loss]:

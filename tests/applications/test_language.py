@@ -135,6 +135,7 @@ class Spy:
         return result
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("method", "passes"), [("stn", 1), ("centered_stn", 2), ("delta_stn", 2)])
 def test_a_batch_starts_where_the_first_evaluation_of_the_batch_before_ended(method, passes):
     net, text = network(), Streams(random_tokens(60), streams=3, length=6, end=0)

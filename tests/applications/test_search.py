@@ -75,7 +75,7 @@ class Bowl(Task):
             return ((model.params["weight"] - 2 * hyper["x"][..., 0].mean()) ** 2).sum()
 
         def outer(model, hyper, batch):
-            loss = ((model.params["weight"] - 0.6) ** 2).sum() + ((hyper["holes"] - 2) ** 2).mean()
+            loss = ((model.params["weight"] - 0.6) ** 2).sum() + ((hyper["holes"] - 2) ** 2).mean() + 0 * hyper["kept"]
             return loss, {"weight": model.params["weight"].detach().sum()}
 
         hyper = {
