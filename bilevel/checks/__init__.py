@@ -7,12 +7,23 @@ file               what it refuses
 ``rows``           row i of a hyperparameter that reaches the loss of another example; a weight whose response is lost
 ``outputs``        a loss without curvature in what the network returns, where predictions are linearised
 ``smooth``         a loss with kinks, where second derivatives are taken
+``dependence``     a hyperparameter on which the gradient of the inner loss does not depend, where it must
 =================  ================================================================================================
 """
 
+from bilevel.checks.dependence import check_continuous, check_dependence
 from bilevel.checks.kinds import Kinds, isolated, repeatable
 from bilevel.checks.outputs import check_outputs
 from bilevel.checks.rows import check_rows
 from bilevel.checks.smooth import check_smooth
 
-__all__ = ["Kinds", "check_outputs", "check_rows", "check_smooth", "isolated", "repeatable"]
+__all__ = [
+    "Kinds",
+    "check_continuous",
+    "check_dependence",
+    "check_outputs",
+    "check_rows",
+    "check_smooth",
+    "isolated",
+    "repeatable",
+]

@@ -21,14 +21,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from bilevel.checks import check_outputs, check_smooth, isolated, repeatable
+from bilevel.checks import check_continuous, check_dependence, check_outputs, check_smooth, isolated, repeatable
 from bilevel.linear_solvers import CG, LinearSolver, LinearSolverError
 from bilevel.precision import has_half_precision, own_precision
 from bilevel.problem import Loss, Model, Problem
 from bilevel.response.base import BestResponse, Doubt, Method
 from bilevel.response.compiled_curvature import CompiledCurvature, Products
 from bilevel.response.curvature import Curvature, GaussNewton, Hessian, flatten, unflatten
-from bilevel.response.fit import check_continuous, check_dependence
 
 FAMILY = "implicit differentiation"
 HALF_PRECISION = (

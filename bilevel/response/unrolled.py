@@ -29,13 +29,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from bilevel.autodiff import vjp
-from bilevel.checks import isolated, repeatable
+from bilevel.checks import check_continuous, check_dependence, isolated, repeatable
 from bilevel.compilation import Staged
 from bilevel.optimizers import DifferentiableOptimizer
 from bilevel.problem import Loss, Model, Problem
 from bilevel.response.base import BestResponse, Method, Steps
 from bilevel.response.curvature import Hessian, flatten
-from bilevel.response.fit import check_continuous, check_dependence
 from bilevel.response.step import Point, Step, Tangent
 from bilevel.response.trajectory import Trajectory
 from bilevel.structure.dense import check_memory

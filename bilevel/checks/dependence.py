@@ -1,11 +1,15 @@
-"""Checks, before work starts, that a method which differentiates the inner loss fits the problem."""
+"""Derivatives of the gradient in the hyperparameters, which implicit and unrolled methods need."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 import torch
 
 from bilevel.problem import Problem
-from bilevel.response.curvature import Curvature
+
+if TYPE_CHECKING:
+    from bilevel.response.curvature import Curvature
 
 
 def check_continuous(problem: Problem, family: str) -> None:
