@@ -1,6 +1,8 @@
 # Every target sets up what it needs in .venv and is quick the second time.
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
+# The same in every locale: torch's compiler reads its own files in that of the user.
+export PYTHONUTF8 := 1
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: demo test fuzz docs linear cleaning fewshot format clean

@@ -55,7 +55,7 @@ def imports(tree: ast.AST) -> set[str]:
 def test_imports_go_one_way(path):
     """From the leaves to ``__init__``; within a folder, files may import each other."""
     own = part_of(path)
-    for module in imports(ast.parse((ROOT / path).read_text())):
+    for module in imports(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
         if module.split(".")[0] == "bilevel":
             other = [*module.split("."), "__init__"][1]
             assert other == own or LEVEL[other] < LEVEL[own], f"{path} imports {module}"
@@ -76,7 +76,7 @@ def test_public_names_exist():
 
 def test_everything_imported_into_the_package_is_public():
     """A name that ``__init__`` imports without listing it would be public by accident."""
-    tree = ast.parse((ROOT / "__init__.py").read_text())
+    tree = ast.parse((ROOT / "__init__.py").read_text(encoding="utf-8"))
     names = {
         alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names
     }
@@ -89,7 +89,7 @@ APPLICATIONS = Path(__file__).parents[1] / "applications"
 @pytest.mark.parametrize("path", sorted(APPLICATIONS.rglob("*.py")), ids=lambda path: path.name)
 def test_applications_use_public_names_only(path):
     """``bilevel.name``, or an import from one of its public modules; nothing with an underscore."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and str(node.module).split(".")[0] == "bilevel":
             names = [*str(node.module).split("."), *(alias.name for alias in node.names)]
         elif isinstance(node, ast.Import):

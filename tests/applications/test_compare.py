@@ -70,7 +70,7 @@ def test_the_most_accurate_is_bold(tmp_path):
     for method, accuracy in (("stn", 0.7), ("delta_stn", 0.9)):
         measures = {"loss": 0.5, "accuracy": accuracy}
         folder = write(tmp_path / method, "alexnet", method, valid=0.5)
-        summary = json.loads((folder / "summary.json").read_text())
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
         (folder / "summary.json").write_text(json.dumps({**summary, "valid": measures, "test": measures}))
     accuracies = compare([tmp_path]).split("accuracy", 1)[1]
     assert cells(accuracies, "alexnet")["Δ-STN"] == "**90.00** (**90.00**)"
@@ -80,7 +80,7 @@ def test_the_most_accurate_is_bold(tmp_path):
 
 def test_text_has_perplexities(tmp_path):
     folder = write(tmp_path / "a", "ptb")
-    summary = json.loads((folder / "summary.json").read_text())
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     measures = {"loss": math.log(70), "perplexity": 70.0}
     (folder / "summary.json").write_text(json.dumps({**summary, "valid": measures, "test": measures}))
     report = compare([tmp_path])
@@ -225,7 +225,7 @@ def test_the_command_writes_tables_and_a_figure(tmp_path, capsys):
         write(tmp_path / "runs" / str(seed), seed=seed, valid=0.1 + 0.2 * seed)
     out, figure = tmp_path / "new" / "table.md", tmp_path / "other" / "curves.png"
     cli.main(["compare", str(tmp_path / "runs"), "--out", str(out), "--figure", str(figure)])
-    assert out.read_text() == capsys.readouterr().out
+    assert out.read_text(encoding="utf-8") == capsys.readouterr().out
     assert figure.read_bytes()[:4] == b"\x89PNG"
     assert not out.with_suffix(".png").exists()
     cli.main(["compare", str(tmp_path / "runs"), "--out", str(out)])

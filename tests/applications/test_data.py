@@ -345,7 +345,7 @@ def test_a_split_is_saved_and_read_again(tmp_path):
     train, valid = data.split(20, 0.25, 3, path)
     assert torch.equal(data.split(20, 0.25, 3, None)[1], valid)
     assert [entry.name for entry in path.parent.iterdir()] == ["split.json"]
-    saved = json.loads(path.read_text())
+    saved = json.loads(path.read_text(encoding="utf-8"))
     assert saved == {
         "count": 20,
         "fraction": 0.25,
@@ -388,14 +388,14 @@ def test_another_saved_split_is_an_error(tmp_path):
     for arguments in ((21, 0.25, 3), (20, 0.26, 3), (20, 0.25, 4)):
         with pytest.raises(ValueError, match=r"split\.json holds the split for .*choose another --out"):
             data.split(*arguments, path)
-    saved = json.loads(path.read_text())
+    saved = json.loads(path.read_text(encoding="utf-8"))
     for rows in ([0, 1, 2, 3], [0, 1, 2, 3, 3], [0, 1, 2, 3, 20], [0, 1, 2, 3, -1], [0, 1, 2, 3, 4.0]):
         path.write_text(json.dumps(saved | {"valid": rows}))
         with pytest.raises(ValueError, match="should hold 15 indices for training and 5 others"):
             data.split(20, 0.25, 3, path)
     path.unlink()
     data.split(20, 0.25, 3, path, limit=4)
-    saved = json.loads(path.read_text())
+    saved = json.loads(path.read_text(encoding="utf-8"))
     inside = saved["valid"][0]
     for rows in (saved["train"][:3], [*saved["train"][:3], inside], [*saved["train"][:3], 20]):
         path.write_text(json.dumps(saved | {"train": rows}))

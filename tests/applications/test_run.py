@@ -64,12 +64,12 @@ def command(*words):
 @pytest.mark.parametrize("task", TASKS)
 def test_one_epoch_of_every_task_with_every_method(task, method, tmp_path):
     summary = tiny_run(task, method, tmp_path)
-    history = (tmp_path / "history.csv").read_text().splitlines()
+    history = (tmp_path / "history.csv").read_text(encoding="utf-8").splitlines()
     assert len(history) == 3
     assert summary["stopped"] == "epochs"
     assert summary["epochs"] == 1
     assert {"loss", "accuracy"} <= set(summary["valid"]) & set(summary["test"])
-    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    assert json.loads((tmp_path / "summary.json").read_text(encoding="utf-8")) == summary
     moved = summary["hyper"]["dropout"] != pytest.approx([0.05] * len(summary["hyper"]["dropout"]), abs=1e-6)
     assert moved == (method in SELF_TUNING)
 
@@ -85,7 +85,7 @@ def test_a_run_leaves_its_files(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == names | {"checkpoint.pt", "split.json"}
     assert summary["task"] == "mnist"
     assert summary["settings"]["width"] == 8
-    assert torch.__version__ == json.loads((tmp_path / "environment.json").read_text())["torch"]
+    assert torch.__version__ == json.loads((tmp_path / "environment.json").read_text(encoding="utf-8"))["torch"]
 
 
 def test_the_summary_measures_the_best_weights(tmp_path):
@@ -204,7 +204,7 @@ def test_a_run_that_diverges_leaves_what_it_had(tmp_path, capsys):
     with pytest.raises(bilevel.DivergenceError, match="nan"):
         tiny_run("mnist", "delta_stn", tmp_path, epochs=3, callbacks=[diverge], plots=True)
     assert "the run diverged" in capsys.readouterr().out
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))
     assert (summary["stopped"], summary["epochs"]) == ("diverged", 2)
     rows = read_csv(tmp_path / "history.csv")
     assert len(rows) == 4
@@ -257,7 +257,7 @@ def test_a_start_that_fails_in_the_solver_does_not_hold_its_folder(tmp_path):
     with pytest.raises(ValueError, match="time_budget"):
         tiny_run("mnist", "fixed", tmp_path, seconds=-1.0)
     tiny_run("mnist", "delta_stn", tmp_path, seed=1)
-    assert json.loads((tmp_path / "summary.json").read_text())["method"] == "delta_stn"
+    assert json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))["method"] == "delta_stn"
 
 
 def test_the_split_of_the_same_run_stays(tmp_path):
@@ -275,7 +275,7 @@ def test_the_environment_keeps_the_beginning(tmp_path, monkeypatch):
     for index, epochs in enumerate((1, 2, 2, 3)):
         monkeypatch.setattr("sys.argv", ["", "call", str(index)])
         tiny_run("mnist", "fixed", tmp_path, epochs=epochs)
-    found = json.loads((tmp_path / "environment.json").read_text())
+    found = json.loads((tmp_path / "environment.json").read_text(encoding="utf-8"))
     assert found["command"] == "python -m applications call 0"
     # The third call had nothing to do.
     assert [entry["command"][-1] for entry in found["continued"]] == ["1", "3"]
@@ -336,12 +336,12 @@ def test_the_command_line(tmp_path, capsys):
     assert "small generated data" in printed
     assert "valid loss" in printed
     assert f"1.0 epochs in 0 s; see {out}" in printed
-    summary = json.loads((out / "summary.json").read_text())
+    summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
     assert summary["hyper"]["dropout"] == pytest.approx([0.1, 0.2, 0.3])
     assert summary["settings"]["width"] == 8
     # A preset that has an entropy weight can be told to have none.
     command("mnist", "--entropy", "none", "--only-input", "--out", tmp_path / "b", "--quiet", *words)
-    summary = json.loads((tmp_path / "b" / "summary.json").read_text())
+    summary = json.loads((tmp_path / "b" / "summary.json").read_text(encoding="utf-8"))
     assert summary["settings"]["entropy"] is None
     assert len(summary["hyper"]["dropout"]) == 1
 
@@ -432,7 +432,7 @@ def test_ctrl_c_tells_how_to_go_on(at, tmp_path, monkeypatch):
         command("mnist", *words)
     pytest.importorskip("matplotlib")
     command("mnist", *words)
-    assert json.loads((tmp_path / "summary.json").read_text())["epochs"] == 3
+    assert json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))["epochs"] == 3
 
 
 def test_a_comparison_draws_a_figure_beside_the_runs(tmp_path, capsys):

@@ -118,7 +118,7 @@ def test_every_search_leaves_the_files_of_a_run(method, tmp_path, monkeypatch, c
 
     monkeypatch.setattr(module, "train", train)
     summary = find(tmp_path, method, trials=trials, pruner="none", plots=method == "tpe")
-    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    assert json.loads((tmp_path / "summary.json").read_text(encoding="utf-8")) == summary
     rows, trials = read_csv(tmp_path / "history.csv"), read_csv(tmp_path / "trials.csv")
     assert len(trials) == count == summary["trials"]
     assert len(rows) == 3 * count
@@ -250,7 +250,7 @@ def test_a_process_that_is_overtaken_writes_its_summary_again(tmp_path, monkeypa
     summary = find(tmp_path, trials=2)
     assert calls == [2, 5]
     assert summary["trials"] == 5
-    assert json.loads((tmp_path / "summary.json").read_text()) == summary
+    assert json.loads((tmp_path / "summary.json").read_text(encoding="utf-8")) == summary
 
 
 def test_a_figure_that_cannot_be_drawn_costs_no_summary(tmp_path, monkeypatch):
@@ -260,7 +260,7 @@ def test_a_figure_that_cannot_be_drawn_costs_no_summary(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "draw", fail)
     with pytest.raises(ImportError, match="no matplotlib"):
         find(tmp_path, trials=1, plots=True)
-    assert json.loads((tmp_path / "summary.json").read_text())["trials"] == 1
+    assert json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))["trials"] == 1
 
 
 def test_a_search_of_a_real_task(tmp_path):

@@ -88,7 +88,7 @@ def test_the_defaults_of_every_study_work(name, recorded, tmp_path):
     text = make(name, tmp_path)
     assert len(recorded) == len(STUDIES[name].values) * len(STUDIES[name].methods)
     assert (tmp_path / "figure.png").read_bytes()[:4] == b"\x89PNG"
-    assert (tmp_path / "table.md").read_text() == text + "\n"
+    assert (tmp_path / "table.md").read_text(encoding="utf-8") == text + "\n"
     assert len(read_csv(tmp_path / "results.csv")) == len(recorded)
 
 
@@ -103,7 +103,7 @@ def test_what_was_made_is_not_made_again(recorded, tmp_path):
     make("scale", tmp_path, values=["1", "2"])
     assert len(recorded) == 5
     path = tmp_path / "fashion-stn-1-0" / "summary.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"stopped": "time"}))
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | {"stopped": "time"}))
     make("scale", tmp_path, values=["1", "2"])
     assert len(recorded) == 6
     make("scale", tmp_path, values=["1"], seeds=[1])
