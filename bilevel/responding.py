@@ -97,6 +97,24 @@ class Responding:
         return self.weight.dtype
 
     @property
+    def shape(self) -> torch.Size:
+        """Of the weight."""
+        return self.weight.shape
+
+    @property
+    def ndim(self) -> int:
+        """Of the weight."""
+        return self.weight.ndim
+
+    def dim(self) -> int:
+        """Of the weight."""
+        return self.weight.ndim
+
+    def numel(self) -> int:
+        """Of the weight."""
+        return self.weight.numel()
+
+    @property
     def device(self) -> torch.device:
         """Of the weight."""
         return self.weight.device

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from bilevel.checks.subject import REMEDY, Subject, gradients, read
+from bilevel.checks.subject import REMEDY, Subject, Unevaluable, gradients, read
 from bilevel.responding import Rows
-
-DRAWS = 40
-"""How often a random loss is evaluated to compare means."""
 
 
 def check_sight(subject: Subject, shift: Tensor) -> None:
@@ -28,7 +23,7 @@ def check_sight(subject: Subject, shift: Tensor) -> None:
         return
     # Dropout inside a fused operation may draw other numbers than the rule for it does. In eval mode it draws none.
     name = _lost(subject, shift, training=False)
-    if name is not None:
+    if name is not None and subject.repeats():
         raise ValueError(
             f"{subject.loss} uses the weight {name!r} where the library cannot see it, so that its response to a "
             "perturbation of its own for each example is lost. That happens in torch.jit.script, in a "
@@ -66,12 +61,10 @@ def check_shapes(subject: Subject, shift: Tensor) -> None:
         ValueError: If it does.
     """
     try:
-        wrong = _differing(subject, shift, range(1))
-        # A loss may draw numbers in the shape of a hyperparameter: then only means over many draws can agree.
-        wrong = None if wrong is None else _differing(subject, shift, range(1, DRAWS + 1))
-    except Exception:
+        wrong = _differing(subject, shift)
+    except (Unevaluable, RuntimeError, TypeError):
         return  # a loss that only takes one row per example, or that cannot be differentiated in a hyperparameter
-    if wrong is not None:
+    if wrong is not None and subject.repeats():
         raise ValueError(
             f"{subject.loss} means something else by hyper[{wrong!r}] when it has one row per example, shape "
             f"{subject.shape(wrong)}, than when it has its own shape: with the same value in every row, the loss "
@@ -81,24 +74,25 @@ def check_shapes(subject: Subject, shift: Tensor) -> None:
         )
 
 
-def _differing(subject: Subject, shift: Tensor, draws: Sequence[int]) -> str | None:
-    """A hyperparameter in which the loss differs, in the mean over draws; the first one if only its value does."""
-    found = torch.stack([_values_and_slopes(subject, shift, rows=True, skip=skip) for skip in draws])
-    expected = torch.stack([_values_and_slopes(subject, shift, rows=False, skip=skip) for skip in draws])
-    differences, size = found - expected, expected.abs().amax(0)
-    spread = differences.std(0) / len(draws) ** 0.5 if len(draws) > 1 else torch.zeros_like(size)
-    wrong = differences.mean(0).abs() > 10 * subject.rounding * (size + 1e-3 * size.max()) + 6 * spread
+def _differing(subject: Subject, shift: Tensor) -> str | None:
+    """A hyperparameter in which the loss differs; the first one if only its value does."""
+    found, drawn = _values_and_slopes(subject, shift, rows=True), subject.drawn
+    expected = _values_and_slopes(subject, shift, rows=False)
+    if drawn != subject.drawn:
+        return None  # the loss draws numbers in the shape of a hyperparameter, and so other ones
+    size = expected.abs()
+    wrong = (found - expected).abs() > 10 * subject.rounding * (size + 1e-3 * size.max())
     if not bool(wrong.any()):
         return None
     parts = subject.problem.space.split(wrong[1:])
     return next((name for name, part in parts.items() if bool(part.any())), next(iter(parts)))
 
 
-def _values_and_slopes(subject: Subject, shift: Tensor, *, rows: bool, skip: int) -> Tensor:
+def _values_and_slopes(subject: Subject, shift: Tensor, *, rows: bool) -> Tensor:
     """The loss, and its derivative in every hyperparameter, in one vector."""
     weights = subject.weights()
     leaf = (subject.hyper + shift).requires_grad_()
     hyper = leaf.expand(subject.count, -1) if rows else leaf
     params = read(weights, subject.theta.rows(torch.zeros_like(hyper))) if rows else weights
-    loss = subject.evaluate(subject.plain(weights, params), hyper, skip=skip)
+    loss = subject.evaluate(subject.plain(weights, params), hyper)
     return torch.cat([loss.detach().reshape(1).to(leaf), *gradients(loss, [leaf])]).double()

@@ -17,6 +17,8 @@ from bilevel.rng import Stream
 
 EXACT = 16
 """So many kinds are told apart by all sizes of their tensors; later ones by less, so that checks come to an end."""
+WORDS = 8
+"""Of a batch, so many words and flags count."""
 
 
 @final
@@ -50,7 +52,10 @@ class Kinds:
             The answer.
         """
         kind = _exact(batch)
-        return kind not in self._seen and (len(self._seen) < 2 * EXACT or _rough(kind, count) not in self._seen)
+        if kind in self._seen:
+            return False
+        rough = _rough(kind, count)
+        return rough not in self._seen if len(self._seen) >= 2 * EXACT else True
 
     def add(self, batch: Any, count: int | None) -> None:
         """This kind has been checked, and passed.
@@ -63,17 +68,21 @@ class Kinds:
         self._seen |= {kind, _rough(kind, count)}
 
 
-Kind = tuple[type, tuple[tuple[Any, tuple[int, ...]], ...]]
+Kind = tuple[Hashable, tuple[tuple[Any, tuple[int, ...]], ...]]
 
 
 def _exact(batch: Any) -> Kind:
-    tensors = [leaf for leaf in leaves(batch) if isinstance(leaf, Tensor | np.ndarray)]
-    return type(batch), tuple((leaf.dtype, leaf.shape) for leaf in tensors)
+    found = list(leaves(batch))
+    tensors = [leaf for leaf in found if isinstance(leaf, Tensor | np.ndarray)]
+    # Words and flags may lead a loss to another branch; numbers would make every batch another kind.
+    words = tuple(leaf for leaf in found if isinstance(leaf, str | bool))[:WORDS]
+    return (type(batch), words), tuple((leaf.dtype, leaf.shape) for leaf in tensors)
 
 
 def _rough(kind: Kind, count: int | None) -> Hashable:
-    """A kind by what can confuse examples with something else."""
-    return kind[0], count, tuple((dtype, *(size == count for size in shape)) for dtype, shape in kind[1])
+    """A kind by what can confuse examples with something else: dimensions that are as long as the batch."""
+    few = count if count is not None and count < EXACT else None
+    return kind[0], few, tuple((dtype, *(size == count for size in shape)) for dtype, shape in kind[1])
 
 
 @contextmanager
@@ -88,16 +97,20 @@ def repeatable(device: torch.device) -> Generator[None]:
         random.setstate(others)
 
 
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
 def isolated(batch: Any) -> Any:
-    """A batch for one more evaluation, which may leave something behind in it, as the state of a recurrent network.
+    """A batch for one more evaluation, which may change it in place or leave something behind in it.
 
     Args:
         batch: Any nesting.
 
     Returns:
-        The same tensors; copies of all else. What cannot be copied stays as it is.
+        A copy; what cannot be copied stays as it is.
     """
     try:
-        return copy.deepcopy(batch, {id(leaf): leaf for leaf in leaves(batch) if isinstance(leaf, Tensor | np.ndarray)})
+        return copy.deepcopy(batch, {id(leaf): _copy(leaf) for leaf in leaves(batch) if isinstance(leaf, Tensor)})
     except Exception:
         return batch

@@ -13,22 +13,25 @@ from torch import Tensor
 
 from bilevel.autodiff import map_tensors
 from bilevel.checks.statistics import FixedStatistics
-from bilevel.checks.subject import REMEDY, Subject, gradients, read
+from bilevel.checks.subject import REMEDY, Subject, Unevaluable, gradients, read
 from bilevel.problem import Model
 
 
-def check_separable(subject: Subject, first: Tensor, second: Tensor) -> None:
+def check_separable(subject: Subject, scale: float) -> None:
     """Refuse a loss that is no such sum, and say why it is none.
 
     Args:
         subject: What is checked.
-        first: Perturbations, shape ``(B, h)``.
-        second: Others.
+        scale: Of the perturbations.
 
     Raises:
         ValueError: If it is none.
     """
-    pair = _Pair(subject, first, second)
+    pair = _Pair(subject, scale)
+    if not pair.coupled(direct=ALL, through=True) or not subject.repeats():
+        return
+    # Once more with other numbers: samplers that reject may have drawn as many by chance, in other rows.
+    pair = _Pair(subject, scale, skip=1)
     if not pair.coupled(direct=ALL, through=True):
         return
     if pair.compared():
@@ -63,13 +66,19 @@ NONE, ALL = slice(0), slice(None)
 class _Pair:
     """Two perturbations for every example."""
 
-    def __init__(self, subject: Subject, first: Tensor, second: Tensor) -> None:
-        self.subject, self.first, self.second = subject, first, second
-        self.own = ~subject.problem.space.shared().to(first.device)  # the entries with one row per example
-        self.fixed = FixedStatistics(subject.count)
+    def __init__(self, subject: Subject, scale: float, *, skip: int = 0) -> None:
+        self.subject, self.skip = subject, skip
+        hyper, shared = subject.hyper, subject.problem.space.shared().to(subject.hyper.device)
+        shape = (2, subject.count, len(hyper))
+        first, second = scale * torch.randn(shape, dtype=hyper.dtype).to(hyper)
+        self.first = torch.where(shared, first[:1], first)
+        self.second = torch.where(shared, self.first, second)
+        self.own = ~shared  # the entries with one row per example
+        shapes = {(subject.count, *entry.init.shape) for entry in subject.problem.space.hyper.values()}
+        self.fixed: FixedStatistics | None = FixedStatistics(subject.count, shapes)
         place = torch.arange(subject.count, device=first.device)
         half = subject.count // 2
-        self.groups = (place < half, place >= half, place % 2 == 1)
+        self.groups = (place < half, place >= half, place % 2 == 1, place // 2 % 2 == 1)
         self.training: bool | None = None  # the mode of the loss
 
     def coupled(
@@ -89,17 +98,22 @@ class _Pair:
         start = self.first[:1].expand_as(self.first) if alike else self.first
         before = self._slopes(start, self.first, names)
         drawn = self.subject.drawn
+        found = []
         for changed in self.groups:
             mixed = torch.where(changed[:, None], self.second, self.first)
             values = start.clone()
             values[:, direct] = mixed[:, direct]
-            after = self._slopes(values, mixed if through else self.first, names)
-            if not all(map(torch.equal, drawn, self.subject.drawn)):
+            found.append((changed, self._slopes(values, mixed if through else self.first, names)))
+            if drawn != self.subject.drawn:
                 # How many numbers are drawn depends on values, as in nn.RReLU, so that other rows get other numbers.
                 if self.training is False:
                     return False
                 self.training = False
                 return self.coupled(direct=direct, through=through, alike=alike, names=names)
+        if self.fixed is not None and self.fixed.leaked:
+            self.fixed = None  # what the network returns is a statistic: that is no norm
+            return self.coupled(direct=direct, through=through, alike=alike, names=names)
+        for changed, after in found:
             for old, new in [*zip(before, after, strict=True)][1 if alike else 0 :]:
                 error, size = (new - old)[~changed].abs(), old.abs().amax(0)
                 limit = self.subject.rounding * size + torch.finfo(size.dtype).eps * size.max()
@@ -115,11 +129,11 @@ class _Pair:
         direct = values.clone().requires_grad_()
         try:
             loss = subject.evaluate(
-                subject.responding(rows, self.fixed), subject.hyper + direct, training=self.training
+                subject.responding(rows, self.fixed), subject.hyper + direct, training=self.training, skip=self.skip
             )
-        except (RuntimeError, TypeError):  # an operation may refuse to be differentiated in a hyperparameter
+        except Unevaluable:  # an operation may refuse to be differentiated in a hyperparameter
             loss = subject.evaluate(
-                subject.responding(rows, self.fixed), subject.hyper + values, training=self.training
+                subject.responding(rows, self.fixed), subject.hyper + values, training=self.training, skip=self.skip
             )
         return gradients(loss, [direct, through])
 
@@ -149,12 +163,12 @@ class _Pair:
                 assert predict is not None
                 return map_tensors(replace, predict(subject.weights(), *args, **kwargs))
 
-            loss = subject.evaluate(Model(params, call), subject.hyper + alike, training=self.training)
+            loss = subject.evaluate(Model(params, call), subject.hyper + alike, training=self.training, skip=self.skip)
             return gradients(loss, outputs)
 
         try:
             pairs = [*zip(slopes(False), slopes(True), strict=True)]
-        except RuntimeError:  # the loss differentiates the network itself, which is cut off here
+        except (Unevaluable, RuntimeError):  # the loss differentiates the network itself, which is cut off here
             return False
         errors = [((new - old)[~changed].abs().max(), old.abs().max()) for old, new in pairs]
         return any(bool(error > subject.rounding * size) for error, size in errors)

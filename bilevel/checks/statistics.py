@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, final
 
 import torch
@@ -23,10 +23,17 @@ class FixedStatistics(TorchFunctionMode):
     user's own. A statistic of everything, as the mean of a loss, is none of these.
     """
 
-    def __init__(self, count: int) -> None:
-        """Hold the statistics of ``count`` examples."""
+    def __init__(self, count: int, excluded: Collection[tuple[int, ...]] = ()) -> None:
+        """Hold the statistics of ``count`` examples.
+
+        Args:
+            count: The number of examples.
+            excluded: Shapes of hyperparameters with one row per example, whose mean is no statistic of activations.
+        """
         super().__init__()
-        self._count = count
+        self._count, self._excluded = count, excluded
+        self._marked: dict[int, Any] = {}
+        self.leaked = False
         self._known: list[Any] = []
         self._place = 0
 
@@ -37,7 +44,16 @@ class FixedStatistics(TorchFunctionMode):
             This object.
         """
         self._place = 0
+        self._marked.clear()
         return self
+
+    def look(self, output: Any) -> None:
+        """Note whether a network returns a statistic, or what was made of statistics alone.
+
+        Args:
+            output: What it returned.
+        """
+        self.leaked |= any(id(leaf) in self._marked for leaf in pytree.tree_leaves(output))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Replace statistics."""
@@ -45,10 +61,22 @@ class FixedStatistics(TorchFunctionMode):
         if func is F.batch_norm:
             return self._batch_norm(*args, **kwargs)
         if func in STATISTICS and self._over_examples(*args, **kwargs):
-            return self._fixed(lambda: func(*args, **kwargs))
-        return func(*args, **kwargs)
+            return self._mark(self._fixed(lambda: func(*args, **kwargs)))
+        result = func(*args, **kwargs)
+        if self._marked and any(id(leaf) in self._marked for leaf in pytree.tree_leaves((args, kwargs))):
+            self._mark(result)
+        return result
 
-    def _over_examples(self, input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> bool:
+    def _mark(self, result: Any) -> Any:
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.shape[:1] != (self._count,):
+                self._marked[id(leaf)] = leaf  # which keeps it alive, and its id its own
+        return result
+
+    def _over_examples(self, input: Any, dim: Any = None, *args: Any, axis: Any = None, **kwargs: Any) -> bool:
+        dim = axis if dim is None else dim
+        if isinstance(input, Tensor) and tuple(input.shape) in self._excluded:
+            return False
         if (
             not isinstance(input, Tensor)
             or input.shape[:1] != (self._count,)

@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, final
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from bilevel.checks.kinds import isolated, repeatable
 from bilevel.checks.statistics import FixedStatistics
+from bilevel.precision import has_half_precision, in_full_precision
 from bilevel.problem import Model, Problem, Variables
 from bilevel.responding import Responding, Rows
 from bilevel.rng import Stream
 from bilevel.structure import respond
 
 REMEDY = "or pass perturb='batch' to the method, with which all examples share one perturbation"
+
+
+class Unevaluable(Exception):
+    """The user's loss raised in a check. If that is no fault of the check, it will raise again in the step."""
 
 
 @final
@@ -37,7 +43,7 @@ class RandomResponse:
             weight = weights[name].detach()
             rows = weight.shape[:1]
             column = (0.3 * weight.square().mean().sqrt() + 1e-3) * torch.randn(rows, dtype=weight.dtype).to(weight)
-            self._templates[name] = column.view(*rows, *[1] * (weight.ndim - 1)).expand_as(weight)
+            self._templates[name] = column.reshape(rows + (1,) * (weight.ndim - 1)).expand_as(weight)
             drawn = torch.randn(len(hyper), *(rows or (1,)), dtype=weight.dtype)
             self._factors[name] = drawn.to(weight) / math.sqrt(len(hyper))
 
@@ -66,7 +72,7 @@ class Subject:
         hyper: Unconstrained, shape ``(h,)``.
         batch: For the loss.
         count: Its number of examples.
-        eps: The machine precision in which the network computes, as far as it was seen.
+        eps: The machine precision in which the loss was computed.
         drawn: Where the random numbers stood after the last evaluation.
     """
 
@@ -78,7 +84,7 @@ class Subject:
     batch: Any
     count: int
     eps: float = 0.0
-    drawn: list[Tensor] = field(default_factory=list)
+    drawn: list[Any] = field(default_factory=list)
 
     @property
     def rounding(self) -> float:
@@ -104,16 +110,32 @@ class Subject:
 
         Returns:
             A scalar.
+
+        Raises:
+            Unevaluable: If the user's loss raises.
         """
         with repeatable(self.hyper.device):
             for device in {torch.device("cpu"), self.hyper.device}:
                 torch.rand(skip, device=device)
-            loss = self.problem.evaluate(self.loss, model, hyper, isolated(self.batch), training=training).value
-            self.drawn = Stream.current(self.hyper.device).state_dict()
+            try:
+                loss = self.problem.evaluate(self.loss, model, hyper, isolated(self.batch), training=training).value
+            except Exception as error:
+                raise Unevaluable from error
+            states = Stream.current(self.hyper.device).state_dict()
+            self.drawn = [*(state.tolist() for state in states), str(np.random.get_state()), random.getstate()]
+        if has_half_precision(loss):
+            self.eps = torch.finfo(torch.bfloat16).eps
         return loss
 
+    def repeats(self) -> bool:
+        """Whether the loss is the same again: not with random generators or counters of the user's own."""
+        alike = self.hyper.expand(self.count, -1)
+        model = self.responding(self.theta.rows(torch.zeros_like(alike)))
+        values = [self.evaluate(model, alike).detach() for _ in range(4)]
+        return all(torch.allclose(value, values[0], equal_nan=True) for value in values)
+
     def responding(self, rows: Mapping[str, Rows], fixed: FixedStatistics | None = None) -> Model:
-        """The model whose weights respond by rows, as in training.
+        """The model whose weights respond by rows, as in training, in full precision.
 
         Args:
             rows: One perturbation per example, by name of the weight.
@@ -123,7 +145,7 @@ class Subject:
             What a loss sees.
         """
         weights = self.weights()
-        predict = respond(self.inner.predictor(), weights, rows, linearized=False)
+        predict = respond(self._predictor(), weights, rows, linearized=False)
         if fixed is not None:
             fixed.again()
 
@@ -131,9 +153,8 @@ class Subject:
             assert predict is not None
             with fixed or nullcontext():
                 output = predict(*args, **kwargs)
-            for leaf in pytree.tree_leaves(output):
-                if isinstance(leaf, Tensor) and leaf.is_floating_point():
-                    self.eps = max(self.eps, torch.finfo(leaf.dtype).eps)
+            if fixed is not None:
+                fixed.look(output)
             return output
 
         return Model(read(weights, rows), None if predict is None else call)
@@ -144,8 +165,14 @@ class Subject:
         Returns:
             What a loss sees.
         """
-        predict = self.inner.predictor()
+        predict = self._predictor()
         return Model(params, None if predict is None else partial(predict, weights))
+
+    def _predictor(self) -> Any:
+        predict = self.inner.predictor()
+        return (
+            None if predict is None else in_full_precision(predict, self.hyper.new_zeros((), dtype=self.problem.dtype))
+        )
 
 
 def read(weights: Mapping[str, Tensor], rows: Mapping[str, Rows]) -> dict[str, Any]:

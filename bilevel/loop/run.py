@@ -61,8 +61,8 @@ class Run:
         for _ in range(self.steps_per_round if warm else self.inner_steps):
             *others, batch = (next(self.train) for _ in range(self.accumulate))
             losses.append(self.solver.inner_step(*others, batch))
-            if self.rounds == 0 and len(losses) == 1:
-                self.solver.first_look.reads_of(self.solver.vector.detach(), self.valid_loader)
+        if self.rounds == 0:
+            self.solver.first_look.reads_of(self.solver.vector.detach(), self.valid_loader)
         if warm:
             self.solver.check()
             self.history.append(self._row(index, losses, None))

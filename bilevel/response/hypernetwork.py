@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -114,8 +113,7 @@ class HypernetworkResponse(BestResponse):
     def _check_rows(self, loss: str, hyper: Tensor, batch: Any) -> None:
         count = self._examples(batch)
         if count is not None and isinstance(self.theta, Theta):
-            noise = partial(self.scale.sample, count)
-            check_rows(self.problem, self.inner, loss, self.theta.rowwise.names, hyper, noise, batch, count)
+            check_rows(self.problem, self.inner, loss, self.theta.rowwise.names, hyper, batch, count)
 
     def perturbation(self, batch: Any) -> Tensor:
         r"""Draw :math:`\epsilon \sim p(\epsilon | \sigma)`; the inner level does not train :math:`\sigma`.
