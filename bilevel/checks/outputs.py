@@ -7,6 +7,7 @@ network that returns log-probabilities, or its own loss, leaves none.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any, final
 
 import torch
@@ -16,6 +17,10 @@ from torch.utils import _pytree as pytree
 from bilevel.autodiff import Gate, map_tensors
 from bilevel.checks.kinds import isolated, repeatable
 from bilevel.problem import Model, Problem, Variables
+
+FAR = 10.0
+"""So many standard deviations away, a loss that is linear in pieces has another slope."""
+HALVINGS = 20
 
 
 @final
@@ -34,6 +39,7 @@ class Outputs:
 
     def __init__(self, problem: Problem, inner: Variables, hyper: Tensor, batch: Any) -> None:
         """Evaluate the loss at unperturbed hyperparameters."""
+        self._arguments = problem, inner, hyper, batch
         self.gate = Gate()
         self.seen: list[Tensor] = []
         self.places: list[int] = []
@@ -68,21 +74,89 @@ class Outputs:
                 found = [*torch.autograd.grad(self.loss, inputs, create_graph=True, allow_unused=True)]
         return [torch.zeros_like(leaf) if slope is None else slope for slope, leaf in zip(found, inputs, strict=True)]
 
-    def bends(self, slopes: list[Tensor]) -> list[bool]:
-        """For each output, whether the derivative in it, or in that of another call, changes with some output."""
-        result = []
-        for slope in slopes:
-            curved = False
-            if slope.requires_grad:
-                probe = torch.linspace(1, 3, slope.numel(), device=slope.device).to(slope).cos().view(slope.shape)
-                with self.gate.closed():
-                    found = torch.autograd.grad(
-                        slope, self.seen, probe, retain_graph=True, allow_unused=True, materialize_grads=False
-                    )
-                curved = any(part is not None and bool(part.any()) for part in found)
-            result.append(curved)
-        curved_places = {place for place, curved in zip(self.places, result, strict=True) if curved}
-        return [place in curved_places for place in self.places]
+    def slopes_at(
+        self, values: Sequence[Tensor], params: Mapping[str, Tensor]
+    ) -> tuple[list[Tensor], dict[str, Tensor]]:
+        """The derivatives of the loss at other predictions, and at other weights that it reads.
+
+        Args:
+            values: In place of what the network returns.
+            params: In place of ``model.params``.
+
+        Returns:
+            The derivatives in both.
+        """
+        problem, inner, hyper, batch = self._arguments
+        leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
+        moved = [value.clone().requires_grad_() for value in values]
+        rest, predict = iter(moved), inner.predictor()
+
+        def replace(output: Tensor) -> Tensor:
+            return next(rest).clone() if output.requires_grad else output
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            assert predict is not None
+            return map_tensors(replace, predict(self.weights, *args, **kwargs))
+
+        with repeatable(hyper.device):
+            model = Model(leaves, None if predict is None else call)
+            loss = problem.inner_loss(model, hyper, isolated(batch)).value
+            inputs = [*moved, *leaves.values()]
+            found = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+        return [*found[: len(moved)]], dict(zip(leaves, found[len(moved) :], strict=True))
+
+    def kinds(self) -> list[str]:
+        """How the loss depends on each output: ``"none"``, ``"smooth"``, ``"linear"`` or ``"pieces"``.
+
+        Returns:
+            One word per output. Where calls return several tensors, those in one place share the best of their words.
+        """
+        slopes = self.slopes(self.seen)
+        kinds = ["none" if not bool(slope.any()) else "smooth" if self._bends(slope) else "linear" for slope in slopes]
+        smooth = {place for place, kind in zip(self.places, kinds, strict=True) if kind == "smooth"}
+        kinds = ["smooth" if place in smooth else kind for place, kind in zip(self.places, kinds, strict=True)]
+        if "linear" not in kinds or self.differentiated:
+            return kinds
+        try:
+            further = self._far(slopes)
+        except Exception:  # a loss that cannot be evaluated elsewhere: then what was seen must do
+            return kinds
+        return [other if kind == "linear" else kind for kind, other in zip(kinds, further, strict=True)]
+
+    def _bends(self, slope: Tensor) -> bool:
+        """Whether the derivative in an output changes with some output."""
+        if not slope.requires_grad:
+            return False
+        probe = _waves(slope)
+        try:
+            with self.gate.closed():
+                found = torch.autograd.grad(slope, self.seen, probe, retain_graph=True, allow_unused=True)
+        except RuntimeError:  # a loss without second derivatives, as F.ctc_loss
+            return False
+        return any(part is not None and bool(part.any()) for part in found)
+
+    def _far(self, slopes: Sequence[Tensor]) -> list[str]:
+        """Where there is no curvature here, walk to far predictions, and halve the way down to the largest jump."""
+        params = {name: w.detach() for name, w in self.weights.items()}
+        start = [seen.detach() for seen in self.seen]
+        way = [FAR * (value.std(correction=0) + 1) * _waves(value) for value in start]
+        low, high = [torch.zeros_like(value) for value in start], [torch.ones_like(value) for value in start]
+        below = [slope.detach() for slope in slopes]
+        above = self.slopes_at([a + b for a, b in zip(start, way, strict=True)], params)[0]
+        total = [float((a - b).abs().max()) for a, b in zip(above, below, strict=True)]
+        scale = [float(slope.abs().max()) for slope in below]
+        for _ in range(HALVINGS):
+            middle = [(a + b) / 2 for a, b in zip(low, high, strict=True)]
+            found = self.slopes_at([a + b * c for a, b, c in zip(start, way, middle, strict=True)], params)[0]
+            for k, slope in enumerate(found):
+                left = (slope - below[k]).abs() >= (above[k] - slope).abs()
+                high[k], above[k] = torch.where(left, middle[k], high[k]), torch.where(left, slope, above[k])
+                low[k], below[k] = torch.where(left, low[k], middle[k]), torch.where(left, below[k], slope)
+        jumps = [float((a - b).abs().max()) for a, b in zip(above, below, strict=True)]
+        return [
+            "linear" if whole <= 1e-3 * size else "pieces" if jump > 1e-2 * whole else "smooth"
+            for whole, size, jump in zip(total, scale, jumps, strict=True)
+        ]
 
 
 def check_outputs(problem: Problem, inner: Variables, hyper: Tensor, batch: Any, *, method: str, remedy: str) -> None:
@@ -105,13 +179,12 @@ def check_outputs(problem: Problem, inner: Variables, hyper: Tensor, batch: Any,
         outputs = Outputs(problem, inner, hyper, batch)
         if not outputs.differentiated:
             _check_sight(outputs, method, remedy)
-        slopes = outputs.slopes(outputs.seen)
-        for seen, slope, bends in zip(outputs.seen, slopes, outputs.bends(slopes), strict=True):
-            if bends or not bool(slope.any()):
+        for seen, kind in zip(outputs.seen, outputs.kinds(), strict=True):
+            if kind == "none" or (kind == "smooth" and not _is_log_probability(seen)):
                 continue
             raise ValueError(
-                f"inner_loss is linear, or linear in pieces, in what the network returns ({_describe(seen)}), and "
-                f"{method} linearises the network: it would see no curvature at all. {_cause(seen)} Or use {remedy}."
+                f"inner_loss has no curvature of its own in {_describe(seen)}, which the network returns, and {method} "
+                f"linearises the network: that of the network would be lost. {_cause(seen, kind)} Or use {remedy}."
             )
 
 
@@ -132,18 +205,32 @@ def _check_sight(outputs: Outputs, method: str, remedy: str) -> None:
 
 
 def _describe(output: Tensor) -> str:
-    return f"a tensor of shape {tuple(output.shape)}" if output.ndim else "a single number"
+    return f"the tensor of shape {tuple(output.shape)}" if output.ndim else "the number"
 
 
-def _cause(output: Tensor) -> str:
-    """What to do about it, if the cause can be told."""
-    if output.numel() == 1:
-        return "If that is the network's own loss, let it return logits, and compute the loss from them in inner_loss."
-    close = torch.finfo(output.dtype).eps ** 0.5
-    dims = {1 % output.ndim, output.ndim - 1} if output.ndim else set()
-    if any(bool((output.detach().float().logsumexp(dim).abs() < max(close, 1e-3)).all()) for dim in dims):
+def _cause(output: Tensor, kind: str) -> str:
+    """What to do about it."""
+    if _is_log_probability(output):
         return (
             "It returns log-probabilities: return logits, without the log_softmax, and take it in the loss, as "
             "F.cross_entropy does."
         )
-    return "L1 and hinge losses are of that kind: a smooth one, as F.smooth_l1_loss or F.mse_loss, is not."
+    if kind == "pieces":
+        return "The loss is linear in pieces there, as L1 and hinge losses are: take a smooth one, as F.smooth_l1_loss."
+    return (
+        "The loss is linear there: if that is the network's own loss, or a part of it, let it return what it is "
+        "computed from (logits, means and variances), and compute it in inner_loss."
+    )
+
+
+def _is_log_probability(output: Tensor) -> bool:
+    """Whether exponentials along one dimension add up to one."""
+    dims = {dim for dim in (1, output.ndim - 1) if 0 < dim < output.ndim and output.shape[dim] > 1}
+    close = 1e-3 if output.dtype in (torch.float64, torch.float32) else 0.1
+    return any(bool((output.detach().float().logsumexp(dim).abs() < close).all()) for dim in dims)
+
+
+def _waves(like: Tensor) -> Tensor:
+    """Numbers of both signs, always the same, none of them small."""
+    waves = torch.linspace(1, like.numel() + 1, like.numel(), device=like.device).to(like).cos()
+    return (waves + 0.3 * waves.sign()).view(like.shape)

@@ -6,22 +6,26 @@ that the implicit function theorem, applied to it, gives a response that the min
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bilevel.autodiff import map_tensors
-from bilevel.checks.kinds import isolated, repeatable
+from bilevel.checks.kinds import repeatable
 from bilevel.checks.outputs import Outputs
-from bilevel.problem import Model, Problem, Variables
+from bilevel.problem import Problem, Variables
 
 NEAR, NEARER = 1e-3, 1e-5
-"""Distances from zero. Across zero, the slope of a smooth penalty changes by a hundredth as much at the second one."""
+ENTRIES = 8
+"""So many entries of each weight are tried."""
 
 
 def check_smooth(problem: Problem, inner: Variables, hyper: Tensor, batch: Any, *, method: str) -> None:
-    """Refuse losses with kinks at which minima lie: in the weights that it reads at zero, and in the predictions.
+    """Refuse losses with kinks at which minima lie.
+
+    They are looked for where the loss is linear in pieces in the predictions, and where single entries, or all entries,
+    of the weights that it reads are zero, or are where they start.
 
     Args:
         problem: The problem.
@@ -37,60 +41,84 @@ def check_smooth(problem: Problem, inner: Variables, hyper: Tensor, batch: Any, 
         outputs = Outputs(problem, inner, hyper, batch)
         if outputs.differentiated:
             return  # the loss cannot be evaluated without the network
-        slopes = outputs.slopes(outputs.seen)
-        straight = [bool(slope.any()) and not bends for slope, bends in zip(slopes, outputs.bends(slopes), strict=True)]
-        values = [seen.detach() for seen in outputs.seen]
-        weights = {name: w.detach() for name, w in outputs.weights.items()}
-
-    def evaluate(shift: float, params: dict[str, Tensor]) -> tuple[list[Tensor], dict[str, Tensor]]:
-        """The slopes of the loss at other predictions and weights."""
-        leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
-        moved = [value + shift * (value.std(correction=0) + 1) * _waves(value) for value in values]
-        moved = [value.requires_grad_() for value in moved]
-        rest = iter(moved)
-        predict = inner.predictor()
-
-        def replace(output: Tensor) -> Tensor:
-            return next(rest).clone() if output.requires_grad else output
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            assert predict is not None
-            return map_tensors(replace, predict(outputs.weights, *args, **kwargs))
-
-        with repeatable(hyper.device):
-            model = Model(leaves, None if predict is None else call)
-            loss = problem.inner_loss(model, hyper, isolated(batch)).value
-            inputs = [*moved, *leaves.values()]
-            found = torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
-        return [*found[: len(moved)]], dict(zip(leaves, found[len(moved) :], strict=True))
-
-    if any(straight):
-        far = evaluate(10.0, weights)[0]
-        for old, new, flat in zip(slopes, far, straight, strict=True):
-            if flat and not torch.allclose(old, new, rtol=1e-3, atol=0):
-                raise ValueError(
-                    f"inner_loss is linear in pieces in what the network returns, as L1 and hinge losses are. {method} "
-                    "takes second derivatives, which do not see the kinks between the pieces. Use a smooth loss, as "
-                    "F.smooth_l1_loss, or method='stn' or 'centered_stn'."
-                )
-    if not any(bool(part.any()) for part in outputs.slopes(list(outputs.read.values()))):
-        return
-    jumps, size = [], dict[str, float]()
-    for distance in (NEAR, NEARER):
-        signs = {name: distance * _waves(w).sign() for name, w in weights.items()}
-        above, below = evaluate(0.0, signs)[1], evaluate(0.0, {name: -value for name, value in signs.items()})[1]
-        jumps.append({name: (above[name] - below[name]).norm() for name in weights})
-        size = {name: float(above[name].norm()) for name in weights}
-    for name in weights:
-        near, nearer = (float(jump[name]) for jump in jumps)
-        if 0.3 * near < nearer < 3 * near and nearer > 100 * torch.finfo(hyper.dtype).eps * size[name]:
+        if "pieces" in outputs.kinds():
             raise ValueError(
-                f"inner_loss has a kink where entries of model.params[{name!r}] are zero, as an L1 penalty has. The "
-                f"minimum lies there, and {method} takes second derivatives, which do not see it: the hypergradient "
-                "would be wrong. Use bilevel.l2, or method='delta_stn', 'centered_stn', 'stn' or 'unrolled'."
+                f"inner_loss is linear in pieces in what the network returns, as L1 and hinge losses are. {method} "
+                "takes second derivatives, which do not see the kinks between the pieces. Use a smooth loss, as "
+                "F.smooth_l1_loss, or method='stn' or 'centered_stn'."
+            )
+        for name, where in _kinks(outputs, whole=problem.module is not None):
+            raise ValueError(
+                f"inner_loss has a kink in model.params[{name!r}] where {where}, as an L1 penalty has. The minimum "
+                f"lies there, and {method} takes second derivatives, which do not see it: the hypergradient would be "
+                "wrong. Use bilevel.l2, or method='delta_stn', 'centered_stn', 'stn' or 'unrolled'."
             )
 
 
-def _waves(like: Tensor) -> Tensor:
-    """Numbers of both signs, always the same."""
-    return torch.linspace(1, like.numel() + 1, like.numel(), device=like.device).to(like).cos().view(like.shape)
+def _kinks(outputs: Outputs, *, whole: bool) -> Iterator[tuple[str, str]]:
+    """The weights in which the loss has a kink, and where."""
+    weights = {name: w.detach() for name, w in outputs.weights.items()}
+    read = [name for name, slope in zip(weights, outputs.slopes([*outputs.read.values()]), strict=True) if slope.any()]
+    chosen = {name: torch.linspace(0, weights[name].numel() - 1, ENTRIES).long().unique() for name in read}
+
+    def entries(name: str, center: float, distance: float) -> Tensor:
+        """The weight with some entries at a distance from zero, or from where they are."""
+        moved = weights[name].clone()
+        flat, index = moved.view(-1), chosen[name].to(moved.device)
+        flat[index] = center * flat[index] + distance
+        return moved
+
+    def everything(name: str, center: float, distance: float) -> Tensor:
+        """The weight with all entries near zero."""
+        w = weights[name]
+        signs = torch.linspace(1, w.numel() + 1, w.numel(), device=w.device).cos().sign().to(w).view(w.shape)
+        return distance * signs
+
+    tests: list[tuple[Callable[[str, float, float], Tensor], float, str]] = [
+        (entries, 0.0, "entries are zero"),
+        (entries, 1.0, "entries are what they are at the start"),
+    ]
+    # Without a network, the weights make the predictions too, and far from where they are these have other kinks.
+    if whole:
+        tests.append((everything, 0.0, "all entries are zero"))
+    for place, center, words in tests:
+        try:
+            found = [_jumps(outputs, weights, read, place, center, distance) for distance in (NEAR, NEARER)]
+        except Exception:  # a loss that is not defined there
+            continue
+        for name in read:
+            (near, _, _), (nearer, size, outward) = (jump[name] for jump in found)
+            # The jump of a smooth function is in proportion to the distance; what is left at distance zero is a kink.
+            left = float((NEAR * nearer - NEARER * near).norm()) / (NEAR - NEARER)
+            bounded = float(nearer.norm()) < 3 * float(near.norm())
+            pulls = outward > 0 or place is entries
+            if (
+                bounded
+                and pulls
+                and left > 0.01 * float(near.norm())
+                and left > 100 * torch.finfo(near.dtype).eps * size
+            ):
+                yield name, words
+
+
+def _jumps(
+    outputs: Outputs,
+    weights: dict[str, Tensor],
+    read: list[str],
+    place: Callable[[str, float, float], Tensor],
+    center: float,
+    distance: float,
+) -> dict[str, tuple[Tensor, float, float]]:
+    """How the slopes change from one side to the other; their size; whether they point away from the middle."""
+    values = [seen.detach() for seen in outputs.seen]
+    above = {name: place(name, center, distance) for name in read}
+    below = {name: place(name, center, -distance) for name in read}
+    up, down = (outputs.slopes_at(values, weights | side)[1] for side in (above, below))
+    return {
+        name: (
+            torch.where(above[name] == below[name], 0.0, up[name] - down[name]),
+            float(up[name].norm()),
+            float((up[name] * (above[name] - below[name])).sum()),
+        )
+        for name in read
+    }

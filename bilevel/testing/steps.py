@@ -122,7 +122,7 @@ def _solve_lowers_the_outer_loss(case: Case) -> None:
     start = case.solver(case.quadratic())
     method = case.method_for(start.problem)
     settings: dict[str, Any] = {"method": method, "inner_optimizer": sgd, "progress": False}
-    for _ in range(300):
+    for _ in range(60):
         start.inner_step()
-    solution = solve(case.quadratic(), steps=300, warmup=20, **settings)
+    solution = solve(case.quadratic(), steps=60, warmup=20, **settings)
     expect(solution.solver.evaluate() < start.evaluate(), "tuning did not lower the outer loss")

@@ -254,8 +254,8 @@ LINEARISED = ["delta_stn", DeltaSTN(perturb="batch"), "implicit_cg", "implicit_n
     ("net", "loss", "words"),
     [
         (LogProbabilities, nll, "log-probabilities: return logits"),
-        (OwnLoss, own, "network's own loss, let it return logits"),
-        (OwnLoss, own_and_more, "network's own loss, let it return logits"),
+        (OwnLoss, own, "network's own loss, or a part of it"),
+        (OwnLoss, own_and_more, "network's own loss, or a part of it"),
         (lambda: nn.Linear(5, 1), None, "L1 and hinge"),
     ],
 )
@@ -350,7 +350,7 @@ def test_a_mapping_without_a_network_is_checked_too():
         ]
         x = torch.randn(8, 3, dtype=dtype)
         Solver(made[0], method="implicit_exact").inner_step(x)
-        with pytest.raises(ValueError, match=r"kink where entries of model.params\['w'\] are zero"):
+        with pytest.raises(ValueError, match=r"kink in model.params\['w'\] where entries are zero"):
             Solver(made[1], method="implicit_exact").inner_step(x)
         Solver(made[1], method="unrolled").inner_step(x)
         Solver(made[1], method="delta_stn").inner_step(x)
