@@ -20,7 +20,7 @@ from bilevel.problem import Model, Problem, Variables
 
 FAR = 10.0
 """So many standard deviations away, a loss that is linear in pieces has another slope."""
-HALVINGS = 20
+HALVINGS = 30
 
 
 @final

@@ -18,7 +18,7 @@ from bilevel.problem import Problem, Variables
 
 NEAR, NEARER = 1e-3, 1e-5
 ENTRIES = 8
-"""So many entries of each weight are tried."""
+"""So many entries of each weight are tried at once, and no larger share than one in so many."""
 
 
 def check_smooth(problem: Problem, inner: Variables, hyper: Tensor, batch: Any, *, method: str) -> None:
@@ -59,7 +59,8 @@ def _kinks(outputs: Outputs, *, whole: bool) -> Iterator[tuple[str, str]]:
     """The weights in which the loss has a kink, and where."""
     weights = {name: w.detach() for name, w in outputs.weights.items()}
     read = [name for name, slope in zip(weights, outputs.slopes([*outputs.read.values()]), strict=True) if slope.any()]
-    chosen = {name: torch.linspace(0, weights[name].numel() - 1, ENTRIES).long().unique() for name in read}
+    sizes = {name: weights[name].numel() for name in read}
+    chosen = {name: torch.linspace(0, n - 1, max(1, min(ENTRIES, n // ENTRIES))).long() for name, n in sizes.items()}
 
     def entries(name: str, center: float, distance: float) -> Tensor:
         """The weight with some entries at a distance from zero, or from where they are."""
