@@ -39,7 +39,8 @@ class Kinds:
 
     def __init__(self) -> None:
         """Start without knowledge."""
-        self._seen: set[Hashable] = set()
+        self._exact: set[Hashable] = set()
+        self._rough: set[Hashable] = set()
 
     def new(self, batch: Any, count: int | None) -> bool:
         """Whether no batch of this kind was added before.
@@ -52,10 +53,7 @@ class Kinds:
             The answer.
         """
         kind = _exact(batch)
-        if kind in self._seen:
-            return False
-        rough = _rough(kind, count)
-        return rough not in self._seen if len(self._seen) >= 2 * EXACT else True
+        return kind not in self._exact and (len(self._exact) < EXACT or _rough(kind, count) not in self._rough)
 
     def add(self, batch: Any, count: int | None) -> None:
         """This kind has been checked, and passed.
@@ -65,7 +63,8 @@ class Kinds:
             count: Its number of examples.
         """
         kind = _exact(batch)
-        self._seen |= {kind, _rough(kind, count)}
+        self._exact.add(kind)
+        self._rough.add(_rough(kind, count))
 
 
 Kind = tuple[Hashable, tuple[tuple[Any, tuple[int, ...]], ...]]

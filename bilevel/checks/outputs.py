@@ -8,6 +8,7 @@ network that returns log-probabilities, or its own loss, leaves none.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, final
 
 import torch
@@ -18,7 +19,7 @@ from bilevel.autodiff import Gate, map_tensors
 from bilevel.checks.kinds import isolated, repeatable
 from bilevel.problem import Model, Problem, Variables
 
-FAR = 10.0
+FAR = (10.0, 1e3, 1e5)
 """So many standard deviations away, a loss that is linear in pieces has another slope."""
 HALVINGS = 30
 
@@ -117,11 +118,11 @@ class Outputs:
         kinds = ["smooth" if place in smooth else kind for place, kind in zip(self.places, kinds, strict=True)]
         if "linear" not in kinds or self.differentiated:
             return kinds
-        try:
-            further = self._far(slopes)
-        except Exception:  # a loss that cannot be evaluated elsewhere: then what was seen must do
-            return kinds
-        return [other if kind == "linear" else kind for kind, other in zip(kinds, further, strict=True)]
+        for index, (kind, slope) in enumerate(zip(kinds, slopes, strict=True)):
+            if kind == "linear":
+                with suppress(Exception):  # a loss may not be defined elsewhere: then what was seen here must do
+                    kinds[index] = self._far(index, slope)
+        return kinds
 
     def _bends(self, slope: Tensor) -> bool:
         """Whether the derivative in an output changes with some output."""
@@ -135,28 +136,35 @@ class Outputs:
             return False
         return any(part is not None and bool(part.any()) for part in found)
 
-    def _far(self, slopes: Sequence[Tensor]) -> list[str]:
+    def _far(self, index: int, slope: Tensor) -> str:
         """Where there is no curvature here, walk to far predictions, and halve the way down to the largest jump."""
         params = {name: w.detach() for name, w in self.weights.items()}
         start = [seen.detach() for seen in self.seen]
-        way = [FAR * (value.std(correction=0) + 1) * _waves(value) for value in start]
-        low, high = [torch.zeros_like(value) for value in start], [torch.ones_like(value) for value in start]
-        below = [slope.detach() for slope in slopes]
-        above = self.slopes_at([a + b for a, b in zip(start, way, strict=True)], params)[0]
-        total = [float((a - b).abs().max()) for a, b in zip(above, below, strict=True)]
-        scale = [float(slope.abs().max()) for slope in below]
+        way = [(value.std(correction=0) + 1) * _waves(value) for value in start]
+
+        def at(distance: float) -> Tensor:
+            return self.slopes_at([a + distance * b for a, b in zip(start, way, strict=True)], params)[0][index]
+
+        def difference(one: Tensor, other: Tensor) -> float:
+            return float((one - other).abs().max())
+
+        below = slope.detach()
+        size = float(below.abs().max())
+        for far in FAR:
+            low, high, above = 0.0, far, at(far)
+            total = difference(above, below)
+            if total > 1e-3 * size:
+                break
+        else:
+            return "linear"
         for _ in range(HALVINGS):
-            middle = [(a + b) / 2 for a, b in zip(low, high, strict=True)]
-            found = self.slopes_at([a + b * c for a, b, c in zip(start, way, middle, strict=True)], params)[0]
-            for k, slope in enumerate(found):
-                left = (slope - below[k]).abs() >= (above[k] - slope).abs()
-                high[k], above[k] = torch.where(left, middle[k], high[k]), torch.where(left, slope, above[k])
-                low[k], below[k] = torch.where(left, low[k], middle[k]), torch.where(left, below[k], slope)
-        jumps = [float((a - b).abs().max()) for a, b in zip(above, below, strict=True)]
-        return [
-            "linear" if whole <= 1e-3 * size else "pieces" if jump > 1e-2 * whole else "smooth"
-            for whole, size, jump in zip(total, scale, jumps, strict=True)
-        ]
+            middle = (low + high) / 2
+            found = at(middle)
+            if difference(found, below) >= difference(above, found):
+                high, above = middle, found
+            else:
+                low, below = middle, found
+        return "pieces" if difference(above, below) > 1e-2 * total else "smooth"
 
 
 def check_outputs(problem: Problem, inner: Variables, hyper: Tensor, batch: Any, *, method: str, remedy: str) -> None:
