@@ -30,9 +30,10 @@ from bilevel.checks.alike import check_shapes, check_sight
 from bilevel.checks.kinds import repeatable
 from bilevel.checks.separable import check_separable
 from bilevel.checks.subject import RandomResponse, Subject, Unevaluable
+from bilevel.precision import HALF
 from bilevel.problem import Problem, Variables
 
-SCALE = 0.5
+SCALE = 1.0
 """Of the perturbations, whatever that of the method is: what they would spoil must be larger than rounding."""
 
 
@@ -56,11 +57,18 @@ def check_rows(
         batch: For the loss.
         count: Its number of examples.
     """
-    with repeatable(hyper.device), suppress(Unevaluable):
-        theta = RandomResponse(inner.params(), names, hyper)
-        subject = Subject(problem, inner, loss, theta, hyper, batch, count)
-        shift = SCALE * torch.randn(len(hyper), dtype=hyper.dtype).to(hyper)
-        check_sight(subject, shift)
-        if count > 1:
-            check_separable(subject, SCALE)
-        check_shapes(subject, shift)
+    # In half precision only if the loss cannot be evaluated in any other.
+    for wide in (True, False) if problem.dtype in HALF else (True,):
+        with suppress(Unevaluable), repeatable(hyper.device):
+            theta = RandomResponse(inner.params(), names, hyper, wide=wide)
+            _check(Subject(problem, inner, loss, theta, hyper, batch, count, wide=wide))
+            return
+
+
+def _check(subject: Subject) -> None:
+    hyper, count = subject.hyper, subject.count
+    shift = SCALE * torch.randn(len(hyper), dtype=hyper.dtype).to(hyper)
+    check_sight(subject, shift)
+    if count > 1:
+        check_separable(subject, SCALE)
+    check_shapes(subject, shift)

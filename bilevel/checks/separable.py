@@ -15,6 +15,7 @@ from bilevel.autodiff import map_tensors
 from bilevel.checks.statistics import FixedStatistics
 from bilevel.checks.subject import REMEDY, Subject, Unevaluable, gradients, read
 from bilevel.problem import Model
+from bilevel.responding import Rows
 
 
 def check_separable(subject: Subject, scale: float) -> None:
@@ -76,10 +77,10 @@ class _Pair:
         self.own = ~shared  # the entries with one row per example
         shapes = {(subject.count, *entry.init.shape) for entry in subject.problem.space.hyper.values()}
         self.fixed: FixedStatistics | None = FixedStatistics(subject.count, shapes)
-        place = torch.arange(subject.count, device=first.device)
-        half = subject.count // 2
-        mixed = torch.randperm(subject.count).to(place) < half
-        self.groups = (place < half, place >= half, place % 2 == 1, place // 2 % 2 == 1, mixed)
+        place, half = torch.arange(subject.count), subject.count // 2
+        mixed = torch.randperm(subject.count) < half
+        groups = (place < half, place >= half, place % 2 == 1, place // 2 % 2 == 1, mixed)
+        self.groups = [group.to(hyper.device) for group in groups]
         self.training: bool | None = None  # the mode of the loss
 
     def coupled(
@@ -111,8 +112,8 @@ class _Pair:
                     return False
                 self.training = False
                 return self.coupled(direct=direct, through=through, alike=alike, names=names)
-        if self.fixed is not None and self.fixed.leaked:
-            self.fixed = None  # what the network returns is a statistic: that is no norm
+        if self.fixed is not None and self.fixed.own and (self.fixed.leaked or self._hidden()):
+            self.fixed = None  # what is held fixed is no norm, but what the network computes
             return self.coupled(direct=direct, through=through, alike=alike, names=names)
         for changed, after in found:
             for old, new in [*zip(before, after, strict=True)][1 if alike else 0 :]:
@@ -137,6 +138,22 @@ class _Pair:
                 subject.responding(rows, self.fixed), subject.hyper + values, training=self.training, skip=self.skip
             )
         return gradients(loss, [direct, through])
+
+    def _hidden(self) -> bool:
+        """Whether a weight has no effect but through statistics: before a norm, it has."""
+        rows = self.subject.theta.rows(self.first)
+        leaves = {name: part.factor.detach().requires_grad_() for name, part in rows.items()}
+        parts = {name: Rows(leaf, rows[name].template) for name, leaf in leaves.items()}
+        sizes = []
+        for fixed in (self.fixed, None):
+            # Penalties read the weights beside the network, and do not count here.
+            params = read(
+                self.subject.weights(), {name: Rows(*map(Tensor.detach, part)) for name, part in rows.items()}
+            )
+            model = Model(params, self.subject.responding(parts, fixed))
+            loss = self.subject.evaluate(model, self.subject.hyper + self.first, training=self.training)
+            sizes.append([float(slope.norm()) for slope in gradients(loss, [*leaves.values()])])
+        return any(held == 0 and free > 1e-6 * max(sizes[1]) for held, free in zip(*sizes, strict=True))
 
     def compared(self) -> bool:
         """Whether the derivative in the outputs for some examples changes with the outputs for others."""
@@ -198,4 +215,4 @@ class _Pair:
             start, stop = stop, stop + entry.init.numel()
             if self.coupled(direct=slice(start, stop)):
                 return name
-        return next(iter(hyper))
+        return next(name for name, entry in hyper.items() if not entry.shared)

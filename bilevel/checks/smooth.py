@@ -50,8 +50,8 @@ def check_smooth(problem: Problem, inner: Variables, hyper: Tensor, batch: Any, 
         for name, where in _kinks(outputs, whole=problem.module is not None):
             raise ValueError(
                 f"inner_loss has a kink in model.params[{name!r}] where {where}, as an L1 penalty has. The minimum "
-                f"lies there, and {method} takes second derivatives, which do not see it: the hypergradient would be "
-                "wrong. Use bilevel.l2, or method='delta_stn', 'centered_stn', 'stn' or 'unrolled'."
+                f"may lie there, and {method} takes second derivatives, which do not see it: the hypergradient would "
+                "be wrong. Use bilevel.l2, or method='delta_stn', 'centered_stn', 'stn' or 'unrolled'."
             )
 
 
@@ -60,11 +60,12 @@ def _kinks(outputs: Outputs, *, whole: bool) -> Iterator[tuple[str, str]]:
     weights = {name: w.detach() for name, w in outputs.weights.items()}
     read = [name for name, slope in zip(weights, outputs.slopes([*outputs.read.values()]), strict=True) if slope.any()]
     sizes = {name: weights[name].numel() for name in read}
-    chosen = {name: torch.linspace(0, n - 1, max(1, min(ENTRIES, n // ENTRIES))).long() for name, n in sizes.items()}
+    counts = {name: max(1, min(ENTRIES, n // ENTRIES)) for name, n in sizes.items()}
+    chosen = {name: torch.arange(k) * (sizes[name] - 1) // max(k - 1, 1) for name, k in counts.items()}
 
     def entries(name: str, center: float, distance: float) -> Tensor:
         """The weight with some entries at a distance from zero, or from where they are."""
-        moved = weights[name].clone()
+        moved = weights[name].clone(memory_format=torch.contiguous_format)
         flat, index = moved.view(-1), chosen[name].to(moved.device)
         flat[index] = center * flat[index] + distance
         return moved
@@ -83,8 +84,9 @@ def _kinks(outputs: Outputs, *, whole: bool) -> Iterator[tuple[str, str]]:
     if whole:
         tests.append((everything, 0.0, "all entries are zero"))
     for place, center, words in tests:
+        sides = [[{name: place(name, center, s * d) for name in read} for s in (1, -1)] for d in (NEAR, NEARER)]
         try:
-            found = [_jumps(outputs, weights, read, place, center, distance) for distance in (NEAR, NEARER)]
+            found = [_jumps(outputs, weights, above, below) for above, below in sides]
         except Exception:  # a loss that is not defined there
             continue
         for name in read:
@@ -103,17 +105,10 @@ def _kinks(outputs: Outputs, *, whole: bool) -> Iterator[tuple[str, str]]:
 
 
 def _jumps(
-    outputs: Outputs,
-    weights: dict[str, Tensor],
-    read: list[str],
-    place: Callable[[str, float, float], Tensor],
-    center: float,
-    distance: float,
+    outputs: Outputs, weights: dict[str, Tensor], above: dict[str, Tensor], below: dict[str, Tensor]
 ) -> dict[str, tuple[Tensor, float, float]]:
     """How the slopes change from one side to the other; their size; whether they point away from the middle."""
     values = [seen.detach() for seen in outputs.seen]
-    above = {name: place(name, center, distance) for name in read}
-    below = {name: place(name, center, -distance) for name in read}
     up, down = (outputs.slopes_at(values, weights | side)[1] for side in (above, below))
     return {
         name: (
@@ -121,5 +116,5 @@ def _jumps(
             float(up[name].norm()),
             float((up[name] * (above[name] - below[name])).sum()),
         )
-        for name in read
+        for name in above
     }

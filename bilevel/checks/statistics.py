@@ -21,6 +21,10 @@ class FixedStatistics(TorchFunctionMode):
 
     That makes the examples of a network with batch norm independent of each other, whether the norm is PyTorch's or the
     user's own. A statistic of everything, as the mean of a loss, is none of these.
+
+    Attributes:
+        own: Whether there were others than those of PyTorch's batch norm.
+        leaked: Whether the network returned a statistic, or what was made of statistics alone.
     """
 
     def __init__(self, count: int, excluded: Collection[tuple[int, ...]] = ()) -> None:
@@ -34,6 +38,7 @@ class FixedStatistics(TorchFunctionMode):
         self._count, self._excluded = count, excluded
         self._marked: dict[int, Any] = {}
         self.leaked = False
+        self.own = False
         self._known: list[Any] = []
         self._place = 0
 
@@ -61,20 +66,30 @@ class FixedStatistics(TorchFunctionMode):
         if func is F.batch_norm:
             return self._batch_norm(*args, **kwargs)
         if func in STATISTICS and self._over_examples(*args, **kwargs):
+            self.own = True
             return self._mark(self._fixed(lambda: func(*args, **kwargs)))
         result = func(*args, **kwargs)
-        if self._marked and any(id(leaf) in self._marked for leaf in pytree.tree_leaves((args, kwargs))):
-            self._mark(result)
+        if self._marked:
+            tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            marked = [id(x) in self._marked for x in tensors]
+            if any(marked) and not any(
+                self._is_activation(x) for x, bad in zip(tensors, marked, strict=True) if not bad
+            ):
+                self._mark(result)
         return result
+
+    def _is_activation(self, x: Tensor) -> bool:
+        """Whether it depends on the responses and may have one row per example, unlike a weight."""
+        return x.requires_grad and x.shape[:1] == (self._count,)
 
     def _mark(self, result: Any) -> Any:
         for leaf in pytree.tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.shape[:1] != (self._count,):
+            if isinstance(leaf, Tensor):
                 self._marked[id(leaf)] = leaf  # which keeps it alive, and its id its own
         return result
 
     def _over_examples(self, input: Any, dim: Any = None, *args: Any, axis: Any = None, **kwargs: Any) -> bool:
-        dim = axis if dim is None else dim
+        dim = axis if dim is None or isinstance(dim, bool) else dim
         if isinstance(input, Tensor) and tuple(input.shape) in self._excluded:
             return False
         if (

@@ -13,10 +13,11 @@ from typing import Any, final
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from bilevel.checks.kinds import isolated, repeatable
 from bilevel.checks.statistics import FixedStatistics
-from bilevel.precision import has_half_precision, in_full_precision
+from bilevel.precision import HALF, has_half_precision, in_full_precision
 from bilevel.problem import Model, Problem, Variables
 from bilevel.responding import Responding, Rows
 from bilevel.rng import Stream
@@ -36,11 +37,12 @@ class RandomResponse:
     The columns of :math:`\mathbf{R}` are all alike, so that it takes next to no memory.
     """
 
-    def __init__(self, weights: Mapping[str, Tensor], names: Sequence[str], hyper: Tensor) -> None:
+    def __init__(self, weights: Mapping[str, Tensor], names: Sequence[str], hyper: Tensor, *, wide: bool) -> None:
         """Draw the response of the named weights, about as large as they are."""
         self._templates, self._factors = {}, {}
         for name in names:
             weight = weights[name].detach()
+            weight = weight.float() if wide and weight.dtype in HALF else weight
             rows = weight.shape[:1]
             column = (0.3 * weight.square().mean().sqrt() + 1e-3) * torch.randn(rows, dtype=weight.dtype).to(weight)
             self._templates[name] = column.reshape(rows + (1,) * (weight.ndim - 1)).expand_as(weight)
@@ -72,8 +74,9 @@ class Subject:
         hyper: Unconstrained, shape ``(h,)``.
         batch: For the loss.
         count: Its number of examples.
+        wide: Whether weights, buffers and batch in half precision are cast, so that rounding does not hide a mistake.
         eps: The machine precision in which the loss was computed.
-        drawn: Where the random numbers stood after the last evaluation.
+        drawn: The states of all random generators after the last evaluation.
     """
 
     problem: Problem
@@ -83,17 +86,23 @@ class Subject:
     hyper: Tensor
     batch: Any
     count: int
+    wide: bool = True
     eps: float = 0.0
     drawn: list[Any] = field(default_factory=list)
 
     @property
     def rounding(self) -> float:
         """What rounding can do, relatively: the root of the machine precision."""
+        if not self.wide:
+            return math.sqrt(torch.finfo(self.problem.dtype).eps)
         return math.sqrt(max(self.eps, torch.finfo(self.hyper.dtype).eps))
 
     def weights(self) -> dict[str, Tensor]:
         """The weights by name, without a gradient."""
-        return {name: weight.detach() for name, weight in self.inner.params().items()}
+        return {name: self._widen(weight.detach()) for name, weight in self.inner.params().items()}
+
+    def _widen(self, value: Any) -> Any:
+        return value.float() if self.wide and isinstance(value, Tensor) and value.dtype in HALF else value
 
     def shape(self, name: str) -> str:
         """That of a hyperparameter with one row per example."""
@@ -118,7 +127,8 @@ class Subject:
             for device in {torch.device("cpu"), self.hyper.device}:
                 torch.rand(skip, device=device)
             try:
-                loss = self.problem.evaluate(self.loss, model, hyper, isolated(self.batch), training=training).value
+                batch = pytree.tree_map(self._widen, isolated(self.batch))
+                loss = self.problem.evaluate(self.loss, model, hyper, batch, training=training).value
             except Exception as error:
                 raise Unevaluable from error
             states = Stream.current(self.hyper.device).state_dict()
@@ -169,10 +179,10 @@ class Subject:
         return Model(params, None if predict is None else partial(predict, weights))
 
     def _predictor(self) -> Any:
-        predict = self.inner.predictor()
-        return (
-            None if predict is None else in_full_precision(predict, self.hyper.new_zeros((), dtype=self.problem.dtype))
-        )
+        buffers = {name: self._widen(buffer) for name, buffer in self.inner.buffer_values().items()}
+        predict = self.inner.predictor(buffers=buffers)
+        like = self._widen(next(self.inner.parameters()).detach())
+        return None if predict is None else in_full_precision(predict, like)
 
 
 def read(weights: Mapping[str, Tensor], rows: Mapping[str, Rows]) -> dict[str, Any]:
@@ -194,4 +204,4 @@ def gradients(loss: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
     if loss.requires_grad and leaves:
         found = torch.autograd.grad(loss, [*leaves], allow_unused=True)
     pairs = zip(found, leaves, strict=True)
-    return [torch.zeros_like(leaf) if slope is None else slope.nan_to_num() for slope, leaf in pairs]
+    return [torch.zeros_like(leaf) if slope is None else slope.nan_to_num(0.0, 0.0, 0.0) for slope, leaf in pairs]

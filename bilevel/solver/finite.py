@@ -145,7 +145,7 @@ class FiniteCheck:
             if inner_step <= int(inner[0]) < inner_step + self._response.unrolled_steps:
                 undone = "That step and the others of its outer step have been undone."
             if self._last_good.restore():
-                undone = "It and all later steps have been undone."
+                undone = "All inner steps since the last outer step have been undone."
             raise DivergenceError(self._inner_message(*inner, undone=undone))
         self._last_good.forget()
         # If both are wrong, a loss that is not finite is the cause.

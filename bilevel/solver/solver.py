@@ -281,6 +281,7 @@ class Solver:
         state without memory; the response is drawn anew. Learning rates, the hyperparameters and their perturbation
         scale stay.
         """
+        self.check()  # a bad step that has not been noticed yet would lead back to before the restart
         with self.streams["loss"]():
             fresh = self.method.bind(self.problem).state_dict()
         kept = {name: value for name, value in self.response.state_dict().items() if name.startswith("scale.")}

@@ -12,7 +12,7 @@ from torch import nn
 import bilevel
 from bilevel import CenteredSTN, Problem, Solver, interval, positive
 from bilevel.checks import Kinds
-from bilevel.functional import mse_loss
+from bilevel.functional import mse_loss, per_example
 
 B = 32
 
@@ -368,3 +368,62 @@ def test_kinds_come_to_an_end():
             kinds.add(batch, count)
     assert sum(new) < 20
     assert kinds.new(torch.zeros(33, 33), 33)
+
+
+class TimeFirst(nn.Module):
+    """As many time steps as examples, which it puts first and then averages over."""
+
+    def __init__(self, pool):
+        super().__init__()
+        self.first, self.last, self.pool = nn.Linear(5, 4), nn.Linear(4, 1), pool
+
+    def forward(self, x):
+        return self.last(self.pool(torch.tanh(self.first(x.transpose(0, 1)))))
+
+
+@pytest.mark.parametrize("pool", [lambda x: x.mean(0), lambda x: x.sum(0) / 8, lambda x: x[-1]])
+def test_an_average_over_time_is_no_norm(pool):
+    batch = torch.randn(8, 8, 5), torch.randn(8, 1)
+    with pytest.raises(ValueError, match="mixes the examples at the weight 'first"):
+        check(TimeFirst(pool), lambda m, h, b: mse_loss(m(b[0]), b[1]) + h["a"] * bilevel.l2(m.params), ONE, batch)
+    check(
+        TimeFirst(pool),
+        lambda m, h, b: mse_loss(m(b[0]), b[1]) + h["a"] * bilevel.l2(m.params),
+        ONE,
+        batch,
+        CenteredSTN(perturb="batch"),
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_in_half_precision_do_not_hide_a_mistake(dtype):
+    for seed in range(4):
+        torch.manual_seed(seed)
+        batch = tuple(part.to(dtype) for part in numbers())
+        net = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1)).to(dtype)
+        with pytest.raises(ValueError, match=REACHES):
+            check(net, lambda m, h, b: h["a"] * error(m, h, b), ONE, batch)
+        check(net, lambda m, h, b: error(m, h, b) + h["a"] * bilevel.l2(m.params), ONE, batch)
+
+
+def test_kinks_in_large_and_in_transposed_weights():
+    def lasso(model, hyper, batch):
+        return (model.params["w"] - 1).square().mean() + hyper["a"] * model.params["w"].abs().sum()
+
+    for w in (torch.full((2**24 + 4,), 1e-3), torch.full((16, 10), 1e-3).T):
+        problem = Problem({"w": w}, inner_loss=lasso, outer_loss=lasso, hyper={"a": positive(1.0)})
+        with pytest.raises(ValueError, match=r"kink in model\.params"):
+            Solver(problem, method="implicit_identity").inner_step()
+
+
+def test_integers_that_reach_other_examples_are_refused():
+    def wrong(model, hyper, batch):
+        return F.mse_loss(
+            model(batch[0] * (1 + per_example(hyper["a"].flip(0) if hyper["a"].ndim else hyper["a"], batch[0]))),
+            batch[1],
+        )
+
+    for seed in range(3):
+        torch.manual_seed(seed)
+        with pytest.raises(ValueError, match=REACHES):
+            check(mlp(), wrong, {"a": bilevel.integer(0, 1, init=0)}, numbers())

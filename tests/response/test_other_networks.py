@@ -80,6 +80,7 @@ def test_attention_under_autocast_is_close_to_single_precision(method, kind, whe
         torch.testing.assert_close(slope.norm(), rounded.norm(), rtol=0.05, atol=0)
 
 
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # of PyTorch's own RMSNorm
 @pytest.mark.parametrize("linearized", [False, True])
 @pytest.mark.parametrize(
