@@ -4,7 +4,7 @@
 file               what it refuses
 =================  ================================================================================================
 ``kinds``          (decides which batch is of a new kind)
-``rows``           row i of a hyperparameter that reaches the loss of another example; a weight whose response is lost
+``rows``           row i of a hyperparameter that reaches the loss of another example; a weight used out of sight
 ``outputs``        a loss without curvature in what the network returns, where predictions are linearised
 ``smooth``         a loss with kinks, where second derivatives are taken
 ``dependence``     a hyperparameter on which the gradient of the inner loss does not depend, where it must

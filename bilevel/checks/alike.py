@@ -67,8 +67,8 @@ def check_shapes(subject: Subject, shift: Tensor) -> None:
     if wrong is not None and subject.repeats():
         raise ValueError(
             f"{subject.loss} means something else by hyper[{wrong!r}] when it has one row per example, shape "
-            f"{subject.shape(wrong)}, than when it has its own shape: with the same value in every row, the loss "
-            f"changes. Index from the right (hyper[{wrong!r}][..., 0]) and reduce along the last axis, as in "
+            f"{subject.shape(wrong)}, than when it has its own shape: it gives another loss, although all rows are "
+            f"equal. Index from the right (hyper[{wrong!r}][..., 0]) and reduce along the last axis, as in "
             f"(x * hyper[{wrong!r}]).sum(-1) in place of x @ hyper[{wrong!r}]; or declare it with shared=True, "
             f"{REMEDY}."
         )

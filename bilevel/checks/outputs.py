@@ -30,7 +30,7 @@ class Outputs:
 
     Attributes:
         seen: What the network returned, as the loss sees it.
-        places: Of these among the tensors that one call returned.
+        places: For each of these, its position among the tensors that its call returned.
         read: The weights in ``model.params``, by name.
         weights: The weights of the network, by name.
         loss: The loss.
@@ -192,7 +192,7 @@ def check_outputs(problem: Problem, inner: Variables, hyper: Tensor, batch: Any,
                 continue
             raise ValueError(
                 f"inner_loss has no curvature of its own in {_describe(seen)}, which the network returns, and {method} "
-                f"linearises the network: that of the network would be lost. {_cause(seen, kind)} Or use {remedy}."
+                f"linearises the network: its own curvature would be ignored. {_cause(seen, kind)} Or use {remedy}."
             )
 
 

@@ -32,6 +32,9 @@ class DivergenceError(RuntimeError):
 class FiniteCheck:
     """Judges every step by a record of four numbers: the step, its gradient norm, its loss, and one more.
 
+    The fourth is the sum of the perturbed losses of an inner step; for an outer step it is zero times the
+    hyperparameters, which is finite if they are.
+
     On a CPU a look at a number costs nothing, and a step is judged before the update. Elsewhere it would stall the
     device: there the first bad record stays on the device, and is read together with that of the outer step.
 
