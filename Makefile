@@ -7,7 +7,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 
 .PHONY: demo test fuzz docs linear cleaning fewshot format clean
 
-demo: .venv/.demo  ## tune an MLP on scikit-learn's digits with three methods, against fixed hyperparameters
+demo: .venv/.demo  ## tune an MLP on scikit-learn's digits with three methods, against fixed hyperparameters and random search
 	$(BIN)/python -m applications.digits
 
 test: .venv/.test  ## lint, types, tests and doctests; one of the tests builds the docs as `make docs` does

@@ -1,6 +1,6 @@
 """Bilevel optimization in PyTorch: write two losses, call :func:`solve`, swap the method by one argument."""
 
-from bilevel import functional, nn, structure
+from bilevel import functional, nn, plotting, structure
 from bilevel.diagnostics import Comparison, Diagnose, Diagnosis, diagnose
 from bilevel.functional import l1, l2
 from bilevel.history import History
@@ -16,7 +16,7 @@ from bilevel.linear_solvers import (
     Neumann,
     Nystrom,
 )
-from bilevel.loop import Best, Round, Solution, solve
+from bilevel.loop import Best, Round, Solution, TuningWarning, solve
 from bilevel.problem import Loss, Model, Problem
 from bilevel.response import METHODS, STN, BestResponse, CenteredSTN, DeltaSTN, Implicit, Method, Unrolled
 from bilevel.solver import DivergenceError, OuterStep, Solver
@@ -56,6 +56,7 @@ __all__ = [
     "Round",
     "Solution",
     "Solver",
+    "TuningWarning",
     "Unrolled",
     "check_method",
     "diagnose",
@@ -65,6 +66,7 @@ __all__ = [
     "l1",
     "l2",
     "nn",
+    "plotting",
     "positive",
     "real",
     "solve",

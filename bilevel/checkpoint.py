@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MAGIC = b"bilevel checkpoint 1\n"
+MAGIC = b"bilevel checkpoint 2\n"
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
@@ -43,6 +43,8 @@ def load(path: Path) -> dict[str, Any]:
     """
     content = path.read_bytes()
     digest, newline, rest = content[len(MAGIC) :].partition(b"\n")
+    if content.startswith(b"bilevel checkpoint ") and not content.startswith(MAGIC):
+        raise ValueError(f"checkpoint: {path} was written by another version of bilevel; remove it to start anew.")
     if not content.startswith(MAGIC) or not newline:
         raise ValueError(f"checkpoint: {path} was not written by bilevel; choose another name, or remove it.")
     found = hashlib.sha256(rest).hexdigest()

@@ -1,4 +1,4 @@
-"""What happened during a run: columns of numbers, and their plot."""
+"""What happened during a run: columns of numbers."""
 
 from __future__ import annotations
 
@@ -6,16 +6,12 @@ import csv
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from bilevel.hyper import suggest
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 LEADING = ("round", "seconds", "inner_loss", "outer_loss", "validation_loss", "hypergradient_norm")
 
@@ -89,52 +85,3 @@ class History:
         except ImportError as error:
             raise ImportError("History.to_pandas needs pandas: pip install pandas.") from error
         return pd.DataFrame({name: self[name] for name in self.columns})
-
-
-def plot(history: History, hyper: Mapping[str, list[str]], path: str | Path | None = None) -> Figure:
-    """Draw the losses and the schedule of every hyperparameter in natural units.
-
-    Args:
-        history: What to draw.
-        hyper: The columns of each hyperparameter, by name.
-        path: Save the figure there, if given.
-
-    Returns:
-        The figure; it is not shown.
-
-    Raises:
-        ImportError: If matplotlib is not installed.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-        from matplotlib.ticker import MaxNLocator
-    except ImportError as error:
-        raise ImportError("plot needs matplotlib: pip install 'bilevel[plot]'.") from error
-    panels = 1 + len(hyper)
-    figure = Figure(figsize=(3.6 * min(panels, 4), 2.8 * math.ceil(panels / 4)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(math.ceil(panels / 4), min(panels, 4), squeeze=False).flatten()
-    rounds = history["round"]
-    for column, style in (("inner_loss", "-"), ("outer_loss", "-"), ("validation_loss", "o-")):
-        if column in history.columns:
-            values = history[column]
-            there = ~np.isnan(values)
-            axes[0].plot(rounds[there], values[there], style, markersize=2, linewidth=1, label=column.replace("_", " "))
-    axes[0].set_ylabel("loss")
-    axes[0].legend(fontsize=7)
-    for axis, (name, columns) in zip(axes[1:], hyper.items(), strict=False):
-        for column in columns:
-            axis.plot(rounds, history[column], linewidth=1.2, label=column)
-        axis.set_ylabel(name)
-        if len(columns) > 1:
-            axis.legend(fontsize=6)
-    for axis in axes[:panels]:
-        axis.set_xlabel("round")
-        axis.grid(alpha=0.3)
-        axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-    for axis in axes[panels:]:
-        axis.set_visible(False)
-    if path is not None:
-        figure.savefig(path, dpi=150)
-    return figure

@@ -59,6 +59,8 @@ class Responding:
         """
         w, r = self._matrices()
         factor = self.rows.factor
+        if self.grows:
+            return (1 + factor).square() @ (w * w).sum(1)
         cross, square = (w * r).sum(1), (r * r).sum(1)
         return (w * w).sum() + factor @ (2 * cross) + (factor * factor) @ square
 
@@ -72,6 +74,8 @@ class Responding:
             A tensor of shape ``(B,)``.
         """
         w, r = self._matrices()
+        if self.grows:
+            return (1 + self.rows.factor).abs() @ w.abs().sum(1)
         zero = r == 0
         bend = torch.where(zero, torch.inf, -w / torch.where(zero, 1.0, r)).detach()
         bend, order = bend.sort(dim=1)
@@ -86,6 +90,11 @@ class Responding:
         low, tilt = offset.gather(1, place), slope.gather(1, place)
         rest_low, rest_tilt = offset[:, -1:] - low, slope[:, -1:] - tilt
         return ((low - rest_low) + self.rows.factor.T * (tilt - rest_tilt)).sum(0)
+
+    @property
+    def grows(self) -> bool:
+        """Whether the change is a multiple of the weight itself, row by row."""
+        return self.rows.template is self.weight
 
     def _matrices(self) -> tuple[Tensor, Tensor]:
         rows = self.rows.factor.shape[-1]

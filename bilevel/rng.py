@@ -7,6 +7,9 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from bilevel.tape import Tape
 
 
 class Stream:
@@ -77,3 +80,38 @@ class Stream:
                 f"the random state does not fit this solver, which draws on {', '.join(map(str, self.devices))} "
                 f"({error}): continue a run on the kind of device it was started on."
             ) from error
+
+
+class Repeated:
+    """Draws the same random numbers in every block, those that the first block draws.
+
+    Example:
+        >>> again = Repeated(torch.device("cpu"))
+        >>> with again():
+        ...     first = torch.rand(2)
+        >>> with again():
+        ...     second = torch.rand(2)
+        >>> bool((first == second).all())
+        True
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Repeat what is drawn on the CPU and on this device."""
+        self._device = device
+        self._start: list[Tensor] | None = None
+        self._tape = Tape() if get_proxy_mode() is not None else None
+
+    @contextmanager
+    def __call__(self) -> Generator[None]:
+        """Draw the numbers; after the first block, those of outside the block are left where they are."""
+        if self._tape is not None:
+            with self._tape.play():
+                yield
+        elif self._start is None:
+            self._start = Stream.current(self._device).states
+            yield
+        else:
+            stream = Stream(0, self._device)
+            stream.states = self._start
+            with stream():
+                yield

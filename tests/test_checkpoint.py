@@ -42,6 +42,7 @@ def solve(checkpoint=None, **changes):
     settings = {
         "method": bilevel.DeltaSTN(entropy=1e-2),
         "inner_optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        "outer_optimizer": partial(torch.optim.RMSprop, lr=0.05),
         "inner_scheduler": partial(torch.optim.lr_scheduler.StepLR, step_size=3, gamma=0.7),
         "inner_steps": 3,
         "warmup": 2,
@@ -72,6 +73,8 @@ def test_a_run_goes_on_to_the_last_bit(tmp_path, index):
     torch.testing.assert_close(dict(rest.hyper), dict(whole.hyper), rtol=0, atol=0)
     assert rest.best.round == whole.best.round
     torch.testing.assert_close(rest.best.state_dict, whole.best.state_dict, rtol=0, atol=0)
+    torch.testing.assert_close(rest.signal, whole.signal, rtol=0, atol=0)
+    assert all(bool(value > 0) for value in whole.signal.values())
 
 
 def test_the_time_of_the_first_part_counts(tmp_path, monkeypatch):
@@ -134,7 +137,7 @@ def test_epochs_and_patience_count_on(tmp_path):
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(tmp_path, changes, message):
-    solve(tmp_path / "run.pt", steps=2)
+    solve(tmp_path / "run.pt", steps=3)
     with pytest.raises(ValueError, match=message):
         solve(tmp_path / "run.pt", **changes)
 
@@ -151,6 +154,7 @@ def test_a_shorter_loader_is_refused(tmp_path):
             inner_steps=3,
             warmup=2,
             evaluate_every=2,
+            outer_optimizer=partial(torch.optim.RMSprop, lr=0.05),
         )
 
 
@@ -179,3 +183,11 @@ def test_writing_fails_without_a_loss(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="disk full"):
         save(path, {"a": 2})
     assert load(path) == {"a": 1}
+
+
+def test_a_file_of_another_version_is_refused_by_name(tmp_path):
+    file = tmp_path / "run.pt"
+    save(file, {"rounds": 1})
+    file.write_bytes(file.read_bytes().replace(b"checkpoint 2", b"checkpoint 1", 1))
+    with pytest.raises(ValueError, match="written by another version of bilevel"):
+        load(file)

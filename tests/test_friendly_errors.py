@@ -209,9 +209,12 @@ def by_name(params):
     return torch.optim.AdamW([{"params": biases, "weight_decay": 0.0, "lr": 0.1}, {"params": others, "lr": 0.01}])
 
 
-@pytest.mark.parametrize("method", [*METHODS, bilevel.DeltaSTN(structure="dense"), "unrolled_truncated"], ids=str)
+NAMED = ["stn", bilevel.DeltaSTN(structure="dense"), bilevel.DeltaSTN(structure="rowwise")]
+
+
+@pytest.mark.parametrize("method", [*METHODS, *NAMED[1:], "unrolled_truncated"], ids=str)
 def test_factories_may_choose_parameters_by_name(method):
-    """Weights under the names of the module; what a response has for a weight under the name of that weight."""
+    """Weights under the names of the module; what a response has for a weight alone under the name of that weight."""
     net = Net()
     seen = []
 
@@ -229,10 +232,11 @@ def test_factories_may_choose_parameters_by_name(method):
     if len(seen) > 1:
         shapes = {name: value.shape for name, value in net.named_parameters()}
         own = {name: param for name, param in seen[1] if name in shapes}
-        assert list(own) == list(shapes)
-        assert all(own[name].shape[-len(shape) :] == shape for name, shape in shapes.items())
-        assert {name for name, _ in seen[1]} - own.keys() <= {"theta.rowwise.factor"}
-        assert len(solver.optimizers["response"].param_groups[0]["params"]) == 2
+        assert list(own) == (list(shapes) if method in NAMED else [])
+        assert all(param.shape[-len(shapes[name]) :] == shapes[name] for name, param in own.items())
+        assert {name for name, _ in seen[1]} - own.keys() <= {"theta.rowwise.factor", "theta.gate.factor"}
+        groups = [len(group["params"]) for group in solver.optimizers["response"].param_groups]
+        assert groups == ([2, len(seen[1]) - 2] if method in NAMED else [0, 1])
     batches = [BATCH] * solver.response.unrolled_steps or BATCH
     if not solver.response.unrolled_steps:
         assert solver.inner_step(BATCH).isfinite()

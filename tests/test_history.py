@@ -37,6 +37,7 @@ def test_columns_come_losses_first_then_hyperparameters_and_scales(solution):
         "hypergradient_norm",
         *hyper,
         *[f"scale.{name}" for name in hyper],
+        *[f"signal.{name}" for name in hyper],
     ]
 
 
@@ -99,15 +100,19 @@ def test_rows_are_copies():
     assert history["round"].tolist() == [1.0]
 
 
-def test_plot_has_a_panel_for_the_losses_and_one_per_hyperparameter(solution, tmp_path):
+def test_the_signal_is_that_of_every_entry_from_the_first_outer_step_on(solution):
+    assert np.isnan(solution.history["signal.rates[1]"]).tolist() == [True] * 2 + [False] * 4
+    assert abs(solution.history["signal.decay"][2]) == pytest.approx(1)  # one hypergradient has its own size
+
+
+def test_plot_has_panels_for_losses_every_hyperparameter_and_the_signal(solution, tmp_path):
     figure = solution.plot(tmp_path / "schedules.png")
-    axes = [axis for axis in figure.axes if axis.get_visible()]
-    assert [axis.get_ylabel() for axis in axes] == ["loss", "decay", "rates", "holes", "many"]
-    assert [len(axis.lines) for axis in axes] == [3, 1, 2, 1, 3]
-    (decay,) = axes[1].lines
+    axes = {axis.get_title(loc="left"): axis for axis in figure.axes}
+    assert list(axes) == ["loss", "decay", "rates", "holes", "many", "signal to noise of the hypergradient"]
+    decay = axes["decay"].lines[0]
     np.testing.assert_array_equal(decay.get_xdata(), solution.history["round"])
     np.testing.assert_array_equal(decay.get_ydata(), solution.history["decay"])
-    validation = axes[0].lines[2]
+    validation = axes["loss"].lines[2]
     assert validation.get_label() == "validation loss"
     assert validation.get_xdata().tolist() == [3, 6]
     picture = (tmp_path / "schedules.png").read_bytes()

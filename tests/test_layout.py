@@ -14,10 +14,10 @@ import bilevel
 ROOT = Path(bilevel.__file__).parent
 # A part may import from the parts before its own. One folder is one part.
 ORDER = [
-    {"responding"},
+    {"responding", "tape"},
     {"arguments", "autodiff", "batches", "checkpoint", "functional", "hyper", "nn", "optimizers", "precision", "rng"},
     {"compilation", "history", "problem"},
-    {"linear_solvers", "structure"},
+    {"linear_solvers", "plotting", "structure"},
     {"checks"},
     {"response"},
     {"solver"},

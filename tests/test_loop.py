@@ -368,7 +368,7 @@ class TestStopping:
     def test_by_patience(self):
         growing = at_call(-1, lambda loss: loss, lambda model, hyper, batch: 0 * hyper["decay"] + next(worse))
         worse = iter(torch.arange(1e4))
-        solution = solve(make_problem(outer_loss=growing), steps=99, evaluate_every=2, patience=3)
+        solution = solve(make_problem(outer_loss=growing), steps=99, warmup=0, evaluate_every=2, patience=3)
         assert (solution.stopped, solution.best.round, len(solution.history)) == ("patience", 2, 8)
 
     def test_by_time(self, monkeypatch):
@@ -433,7 +433,7 @@ class TestStopping:
         def defer(event):
             event.solver._finite.at_once = False
 
-        solution = solve(make_problem(inner_loss=loss), method="stn", inner_steps=4, callbacks=[defer])
+        solution = solve(make_problem(inner_loss=loss), method="stn", inner_steps=4, warmup=0, callbacks=[defer])
         assert solution.stopped == "interrupted"
         assert all(value.isfinite().all() for value in solution.params.values())
         assert_same(solution.params, solve(method="stn", inner_steps=4, steps=1).params)

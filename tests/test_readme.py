@@ -3,6 +3,8 @@
 import re
 from pathlib import Path
 
+import numpy as np
+
 import bilevel
 from bilevel.testing import CHECKS
 
@@ -14,8 +16,9 @@ def test_the_first_example_lowers_the_validation_loss(capsys):
     code = re.search(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL).group(1)
     scope = {}
     exec(code, scope)
-    losses = scope["solution"].history["validation_loss"]
-    assert losses[-1] < 0.7 * losses[49]
+    history = scope["solution"].history
+    losses = history["validation_loss"][history["round"] >= 50]
+    assert losses[-1] < 0.7 * losses[~np.isnan(losses)][0]
     assert "penalty" in capsys.readouterr().out
 
 

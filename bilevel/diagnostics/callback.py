@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from bilevel import plotting
 from bilevel.arguments import check_integer
 from bilevel.diagnostics.diagnose import check_options, diagnose
 from bilevel.diagnostics.diagnosis import Diagnosis
@@ -100,32 +101,22 @@ class Diagnose:
             A matplotlib figure; it is not shown.
 
         Raises:
-            ImportError: If matplotlib is not installed.
             ValueError: If there is no diagnosis yet.
         """
         if not self.history:
             raise ValueError(f"there is nothing to plot: no diagnosis yet, the first is made in round {self.every}.")
-        try:
-            from matplotlib.backends.backend_agg import FigureCanvasAgg
-            from matplotlib.figure import Figure
-            from matplotlib.ticker import MaxNLocator
-        except ImportError as error:
-            raise ImportError("plot needs matplotlib: pip install 'bilevel[plot]'.") from error
-        figure = Figure(figsize=(10.8, 2.8), layout="constrained")
-        FigureCanvasAgg(figure)
-        for axis, (quantity, ideal) in zip(
-            figure.subplots(1, 3), {"cosine": 1.0, "norm_ratio": 1.0, "relative_error": 0.0}.items(), strict=True
-        ):
-            axis.axhline(ideal, color="0.7", linewidth=1)
-            for label, prefix in (("response gradient", ""), ("hypergradient", "total."), ("weights", "jacobian.")):
-                values = self.history[prefix + quantity]
-                shown = np.where(np.isfinite(values), values, np.nan)
-                axis.plot(self.history["round"], shown, "o-", markersize=2, linewidth=1.2, label=label)
-            axis.set_ylabel(quantity.replace("_", " "))
-            axis.set_xlabel("round")
-            axis.grid(alpha=0.3)
-            axis.xaxis.set_major_locator(MaxNLocator(5, integer=True))
-            axis.legend(fontsize=6)
-        if path is not None:
-            figure.savefig(path, dpi=150)
+        ideals = {"cosine": 1.0, "norm_ratio": 1.0, "relative_error": 0.0}
+        with plotting.style():
+            figure, axes = plotting.panels(len(ideals))
+            for axis, (quantity, ideal) in zip(axes, ideals.items(), strict=True):
+                axis.axhline(ideal, color="0.6", linewidth=1)
+                for label, prefix in (("response gradient", ""), ("hypergradient", "total."), ("weights", "jacobian.")):
+                    values = self.history[prefix + quantity]
+                    shown = np.where(np.isfinite(values), values, np.nan)
+                    axis.plot(self.history["round"], shown, "o-", label=label)
+                axis.set_ylabel(quantity.replace("_", " "))
+                axis.legend()
+            plotting.label_rounds(axes)
+            if path is not None:
+                figure.savefig(path)
         return figure

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from bilevel.history import History
 from bilevel.loop.feed import Feed
+from bilevel.loop.signal import Signal
 from bilevel.loop.solution import Best, Round, Solution
 from bilevel.solver import OuterStep, Solver
 
@@ -37,6 +38,11 @@ class Run:
     stopped: str | None = None
     rounds: int = 0
     started: float = field(default_factory=time.perf_counter)
+    signal: Signal = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Start to gather the signal of the hypergradients."""
+        self.signal = Signal(self.solver.vector.detach())
 
     @property
     def steps_per_round(self) -> int:
@@ -71,6 +77,7 @@ class Run:
             batches = [next(self.train) for _ in range(unrolled)] if unrolled else batch
             outer = self.solver.outer_step(batches, next(self.valid))
             losses += outer.inner_losses
+            self.signal.add(outer.hypergradient)
             self.history.append(self._row(index, losses, outer))
         new_passes = self.train.passes - passes
         for _ in range(new_passes if self.schedule_by_epoch else 1):
@@ -100,6 +107,7 @@ class Run:
             "settings": self._settings(),
             "feeds": {feed.name: feed.state_dict() for feed in (self.train, self.valid)},
             "rows": self.history.rows,
+            "signal": self.signal.state_dict(),
             "best": None if self.best is None else vars(self.best),
             "stale": self.stale,
             "rounds": self.rounds,
@@ -123,6 +131,7 @@ class Run:
             feed.load_state_dict(state["feeds"][feed.name])
         self.solver.load_state_dict(state["solver"])  # and with it the streams that the feeds moved
         self.history.rows = [dict(row) for row in state["rows"]]
+        self.signal.load_state_dict(state["signal"], self.solver.to_device)
         self.best = None if state["best"] is None else Best(**self.solver.to_device(state["best"]))
         self.stale, self.rounds = state["stale"], state["rounds"]
         self.started = time.perf_counter() - state["seconds"]
@@ -149,6 +158,7 @@ class Run:
             state_dict=self.solver.module_state_dict,
             best=self.best,
             history=self.history,
+            signal=self.solver.problem.space.split(self.signal.largest()),
             stopped=self.stopped or "",
             solver=self.solver,
         )
@@ -158,7 +168,7 @@ class Run:
         row = self.history.rows[-1]
         row["validation_loss"] = loss
         self.solver.schedule(loss)
-        self.stale += 1
+        self.stale += index > self.warmup  # before, nothing has been tuned
         if self.best is None or loss < self.best.validation_loss:
             self.stale = 0
             params = self.solver.params
@@ -182,5 +192,8 @@ class Run:
         if self.solver.response.scale is not None:
             scale = space.split(self.solver.response.scale().detach())
             columns |= {f"scale.{name}": value for name, value in space.columns(scale).items()}
+        if outer is not None:
+            signal = space.split(self.signal.lately())
+            columns |= {f"signal.{name}": value for name, value in space.columns(signal).items()}
         values = torch.stack([value.to(self.solver.vector) for value in columns.values()]).tolist()
         return {"round": index, "seconds": self.seconds, **dict(zip(columns, values, strict=True))}

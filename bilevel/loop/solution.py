@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from bilevel.history import History, plot
-from bilevel.hyper import Space
+from bilevel.history import History
+from bilevel.plotting import schedules
 from bilevel.solver import OuterStep, Solver
 
 if TYPE_CHECKING:
@@ -39,14 +39,24 @@ class Best:
 
 @dataclass(frozen=True)
 class Solution:
-    """The result of :func:`solve`.
+    r"""The result of :func:`solve`.
 
     Attributes:
         hyper: The final hyperparameters in natural units.
         params: The weights at the final hyperparameters, by name.
         state_dict: The same with buffers, tied and frozen parameters: loads strictly into the user's module.
         best: The same at the best full validation pass; None if the run ended before the first one.
-        history: Losses, hyperparameters, hypergradient norm, scale and time, one row per outer step.
+        history: Losses, hyperparameters, hypergradient norm, scale, signal and time, one row per outer step. The
+            columns ``signal.NAME`` have, for each entry of λ, the mean of about the last 39 hypergradients in units of
+            its standard error. Where there is only noise, that is about a standard normal variable, mostly between -2
+            and 2. Its sign is that of the hypergradient. The standard error is that of the mean square, so that
+            hypergradients that are all alike give 6.2 and not infinity.
+        signal: How far the sum of all hypergradients left the range of pure noise, by name and entry: the largest
+            :math:`|\sum_{i \le k} g_i| / \sqrt{\sum_{i \le k} g_i^2}` over the outer steps k from the tenth to the
+            last. As a maximum over the run, it also shows the signal of an entry that moved early and settled then.
+            In 1000 steps of pure noise it stays below 2.7 in nine of ten runs; n steps in one direction make it
+            :math:`\sqrt{n}`, so that an entry that reaches its optimum in five large steps has little. NaN in a run
+            of fewer than ten outer steps.
         stopped: Why the run ended: ``"steps"``, ``"epochs"``, ``"patience"``, ``"time"``, ``"callback"``,
             ``"interrupted"`` or ``"diverged"``.
         solver: The solver, to go on or to look closer.
@@ -57,11 +67,14 @@ class Solution:
     state_dict: dict[str, Any] = field(repr=False)
     best: Best | None
     history: History = field(repr=False)
+    signal: dict[str, Tensor] = field(repr=False)
     stopped: str
     solver: Solver = field(repr=False)
 
     def plot(self, path: str | Path | None = None) -> Figure:
-        """Draw losses and hyperparameter schedules in natural units.
+        """Draw the losses, the schedule of every hyperparameter in natural units, and their signal to noise.
+
+        The warm-up is shaded, and the best round marked.
 
         Args:
             path: Save the figure there, if given.
@@ -74,8 +87,8 @@ class Solution:
         """
         if not self.history:
             raise ValueError("there is nothing to plot: the run ended before its first round.")
-        columns = {name: list(Space.columns({name: value})) for name, value in self.hyper.items()}
-        return plot(self.history, columns, path)
+        best = None if self.best is None else self.best.round
+        return schedules(self.history, self.solver.problem.space.hyper, path, best=best)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -17,11 +16,13 @@ from bilevel.arguments import check_integer, check_loader, length
 from bilevel.checkpoint import load, save
 from bilevel.history import LEADING
 from bilevel.hyper import Space
+from bilevel.loop.advice import warn_after, warn_before
+from bilevel.loop.defaults import plan
 from bilevel.loop.feed import Feed
 from bilevel.loop.run import Run
 from bilevel.loop.solution import Round, Solution
 from bilevel.problem import Problem
-from bilevel.response import Method
+from bilevel.response import Method, get_method
 from bilevel.solver import DivergenceError, OptimizerFactory, SchedulerFactory, Solver
 
 
@@ -42,7 +43,7 @@ def solve(
     inner_steps: int | None = None,
     outer_steps: int = 1,
     accumulate: int = 1,
-    warmup: int = 0,
+    warmup: int | None = None,
     steps: int | None = None,
     epochs: int | None = None,
     evaluate_every: int | None = None,
@@ -63,7 +64,9 @@ def solve(
         valid: Batches for the outer loss, likewise.
         method: A name in ``bilevel.METHODS`` or an instance such as ``bilevel.DeltaSTN(entropy=1e-3)``.
         inner_optimizer: As in :class:`Solver`, and so are the other optimizers, schedulers and clips.
-        outer_optimizer: See there.
+        outer_optimizer: See there. By default Adam with betas (0.9, 0.99) and a learning rate of 20 over the number of
+            rounds, between 0.003 and 0.2: λ can then travel as far in a short run as in a long one. Where the number of
+            rounds is not known, 0.02. A run that goes on keeps the one it was started with.
         response_optimizer: See there.
         inner_scheduler: Advances once per epoch if ``epochs`` is given, otherwise once per round; a
             ``ReduceLROnPlateau`` advances with every full validation pass instead.
@@ -77,12 +80,14 @@ def solve(
         accumulate: Batches of ``train`` per inner update, whose gradients are averaged: the update of a large batch in
             the memory of a small one. An outer step still takes one batch of each set. Methods such as
             :class:`Unrolled` cannot have more than 1.
-        warmup: Rounds in which the hyperparameters do not move; perturbations stay on, and as many inner steps are made
-            as in any other round.
-        steps: Number of rounds, 1000 unless ``epochs`` is given.
+        warmup: Rounds in which the hyperparameters do not move; a tenth of all by default, where their number is known.
+            Perturbations stay on, and as many inner steps are made as in any other round. ``sys.maxsize`` is training
+            without tuning.
+        steps: Number of rounds. Unless ``epochs`` is given, 1000, or as many as ten passes over ``train`` need.
         epochs: Number of passes over ``train``, instead of ``steps``.
-        evaluate_every: Rounds between full validation passes; by default one after every pass over ``train``.
-        patience: Stop after that many full validation passes without a new best.
+        evaluate_every: Rounds between full validation passes. By default one follows every pass over ``train``, or,
+            where there are many short passes, 200 are spread over the run.
+        patience: Stop after that many full validation passes without a new best; those of the warm-up do not count.
         time_budget: Stop after that many seconds.
         checkpoint: A file that keeps the run, written after every full validation pass and at the end. If it is there
             already, the run goes on from it, as if it had never stopped, as long as the loaders draw random numbers
@@ -97,6 +102,9 @@ def solve(
     Raises:
         DivergenceError: If a loss or gradient is not finite; its ``solution`` is the last good one.
         ValueError: If the arguments do not go together.
+
+    Warns:
+        TuningWarning: If the hyperparameters cannot move far in so many rounds, or if they were moved by noise only.
 
     Example:
         >>> import torch, bilevel
@@ -120,16 +128,24 @@ def solve(
         callbacks,
         progress,
         time_budget,
-        counts={"outer_steps": (outer_steps, 1), "accumulate": (accumulate, 1), "warmup": (warmup, 0)},
+        counts={"outer_steps": (outer_steps, 1), "accumulate": (accumulate, 1)},
         optional={"steps": steps, "epochs": epochs, "evaluate_every": evaluate_every, "patience": patience},
     )
+    for name, value in (("warmup", warmup), ("inner_steps", inner_steps)):
+        if value is not None:
+            check_integer(name, value, 0)
     if epochs is not None and train is None:
         raise ValueError("epochs counts passes over train, which is None: give steps instead.")
+    method = get_method(method)
+    if inner_steps is None:
+        inner_steps = 0 if method.unrolled_steps else 5
+    batches, per_round = length(train), accumulate * (inner_steps + outer_steps * method.unrolled_steps)
+    planned = plan(steps, epochs, batches, max(1, per_round))
     solver = Solver(
         problem,
         method=method,
         inner_optimizer=inner_optimizer,
-        outer_optimizer=outer_optimizer,
+        outer_optimizer=planned.outer_optimizer if outer_optimizer is None else outer_optimizer,
         response_optimizer=response_optimizer,
         inner_scheduler=inner_scheduler,
         outer_scheduler=outer_scheduler,
@@ -138,12 +154,26 @@ def solve(
         compile=compile,
         seed=seed,
     )
-    inner_steps = _inner_steps(solver, inner_steps, accumulate, warmup)
-    names = [*LEADING, *(column for name, h in problem.space.hyper.items() for column in Space.columns({name: h.init}))]
+    if solver.response.unrolled_steps != method.unrolled_steps:
+        raise ValueError(
+            f"{method}: its unrolled_steps are {method.unrolled_steps}, those of its response "
+            f"{solver.response.unrolled_steps}; override the property of the method, too."
+        )
+    check_integer("inner_steps", inner_steps, 0 if method.unrolled_steps else 1)
+    _check_unrolled(solver, inner_steps=inner_steps, accumulate=accumulate, warmup=warmup or 0)
+    own = [column for name, h in problem.space.hyper.items() for column in Space.columns({name: h.init})]
+    names = [*LEADING, *own, *(f"{prefix}.{column}" for prefix in ("scale", "signal") for column in own)]
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise ValueError(f"hyper: {twice[0]!r} would be two columns of the history; choose another name.")
-    limit = 1000 if steps is None and epochs is None else steps
+    file = None if checkpoint is None else Path(checkpoint)
+    state = load(file) if file is not None and file.exists() else None
+    if warmup is None:  # a run that goes on keeps its own, also if it is made longer
+        fresh = 0 if solver.response.restarts else planned.warmup
+        warmup = fresh if state is None else state["settings"]["warmup"]
+    if evaluate_every is None:
+        often = planned.evaluate_every(batches, per_round)
+        evaluate_every = often if state is None else state["settings"]["evaluate_every"]
     run = Run(
         solver=solver,
         train=Feed("train", train, solver.streams["data"]),
@@ -156,13 +186,15 @@ def solve(
         evaluate_every=evaluate_every,
         schedule_by_epoch=epochs is not None,
     )
-    file = None if checkpoint is None else Path(checkpoint)
-    if file is not None and file.exists():
-        run.load_state_dict(load(file))
-    ends = partial(_why_to_end, run, limit, epochs, patience, time_budget)
+    if state is not None:
+        run.load_state_dict(state)
+    ends = partial(_why_to_end, run, planned.limit, epochs, patience, time_budget)
     run.stopped = ends() if run.rounds else None
+    before = run.rounds
+    if before == 0:
+        warn_before(solver, planned.rounds, warmup=warmup, outer_steps=outer_steps, by_epochs=epochs is not None)
     try:
-        with _progress_bar(_expected_rounds(train, run.batches_per_round, limit, epochs), progress) as bar:
+        with _progress_bar(planned.rounds, progress) as bar:
             bar.update(run.rounds)
             while run.stopped is None:
                 event = run.round()
@@ -180,7 +212,10 @@ def solve(
         run.stopped = "diverged"
         error.solution = run.solution()
         raise
-    return run.solution()
+    solution = run.solution()
+    if run.stopped != "interrupted" and run.rounds > before:
+        warn_after(solver, run.signal)
+    return solution
 
 
 def _check_run(
@@ -224,29 +259,20 @@ def _call(callbacks: Sequence[Callable[[Round], bool | None]], event: Round) -> 
     return True in answers
 
 
-def _inner_steps(solver: Solver, inner_steps: int | None, accumulate: int, warmup: int) -> int:
-    """The number of inner steps, if it goes with the method."""
+def _check_unrolled(solver: Solver, *, inner_steps: int, accumulate: int, warmup: int) -> None:
+    """Refuse what does not go with a method that makes inner steps itself."""
     response = solver.response
     if response.unrolled_steps and accumulate > 1:
         raise ValueError(
             f"accumulate must be 1 with {solver.method}, whose outer steps make inner steps on one batch each; got "
             f"{accumulate}. Give larger batches, or use an implicit method or a self-tuning network."
         )
-    if inner_steps is None:
-        inner_steps = 0 if response.unrolled_steps else 5
-    check_integer("inner_steps", inner_steps, 0 if response.unrolled_steps else 1)
     for name, value in (("inner_steps", inner_steps), ("warmup", warmup)):
         if response.restarts and value > 0:
             raise ValueError(
                 f"{name} must be 0 with {solver.method}, which returns to the start in every round and forgets what "
                 f"was trained before; got {value}."
             )
-    return inner_steps
-
-
-def _expected_rounds(train: Iterable[Any] | None, per_round: int, steps: int | None, epochs: int | None) -> int | None:
-    batches = length(train)
-    return steps if epochs is None or batches is None else math.ceil(epochs * batches / per_round)
 
 
 def _progress_bar(total: int | None, progress: bool | None) -> tqdm[NoReturn]:
@@ -256,5 +282,7 @@ def _progress_bar(total: int | None, progress: bool | None) -> tqdm[NoReturn]:
 
 def _postfix(event: Round) -> str:
     hidden = {"round", "seconds", "hypergradient_norm"}
-    shown = {n: v for n, v in event.row.items() if n not in hidden and not n.startswith(("scale.", "method."))}
+    shown = {
+        n: v for n, v in event.row.items() if n not in hidden and not n.startswith(("scale.", "signal.", "method."))
+    }
     return ", ".join(f"{name} {value:.4g}" for name, value in list(shown.items())[:8])

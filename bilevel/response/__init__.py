@@ -16,6 +16,7 @@ METHODS: Mapping[str, Method] = MappingProxyType({
     "stn": STN(),
     "centered_stn": CenteredSTN(),
     "delta_stn": DeltaSTN(),
+    "delta_stn_paper": DeltaSTN.paper(),
     "implicit_exact": Implicit(Exact()),
     "implicit_cg": Implicit(CG(rtol=0.0), curvature="gauss_newton"),
     "implicit_neumann": Implicit(Neumann(), curvature="gauss_newton"),

@@ -25,6 +25,11 @@ from bilevel.structure.dense import check_memory
 class Method(ABC):
     """Settings of a method: a frozen dataclass that can be printed and compared, and holds no state."""
 
+    @property
+    def unrolled_steps(self) -> int:
+        """How many inner steps an outer step makes itself; as in the response that it binds."""
+        return 0
+
     @abstractmethod
     def bind(self, problem: Problem) -> BestResponse:
         """Create the best response that these settings describe.
@@ -80,6 +85,7 @@ class BestResponse(nn.Module, ABC):
         steps: The steps that :meth:`forward` made last.
         doubts: A list, during an outer step, to which the method adds what it would otherwise read from the device
             itself: the solver reads everything at once. None means that a method settles its doubts alone.
+        antithetic_outer: Whether a perturbed outer loss is averaged over the perturbation and its negative.
         pure: Whether the solver may compile the steps around its methods. They may then read only its parameters and
             buffers, the problem and their arguments, and change only its buffers. :meth:`forward` may not read its
             training batch.
@@ -93,6 +99,7 @@ class BestResponse(nn.Module, ABC):
     restarts: bool = False
     steps: Steps | None = None
     doubts: list[Doubt] | None = None
+    antithetic_outer: bool = False
     pure: bool = False
     can_compile: bool = False
     compiles: bool = False

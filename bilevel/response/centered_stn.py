@@ -20,12 +20,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from bilevel.problem import Loss, Model, Problem
-from bilevel.response.hypernetwork import Hypernetwork, HypernetworkResponse
+from bilevel.response.centered import Centered, CenteredResponse
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class CenteredSTN(Hypernetwork):
+class CenteredSTN(Centered):
     r"""Centered STN: :math:`w_0 + \Theta (\lambda - \lambda_0)`, with :math:`w_0` trained unperturbed.
 
     Needs no forward-mode differentiation, so it runs networks that :class:`DeltaSTN` cannot.
@@ -46,34 +46,38 @@ class CenteredSTN(Hypernetwork):
         super().__post_init__()
         if self.objective not in ("centered", "stn"):
             raise ValueError(f"CenteredSTN: objective must be 'centered' or 'stn', got {self.objective!r}.")
+        if self.objective == "stn" and (self.antithetic or self.control):
+            raise ValueError(
+                "CenteredSTN: objective='stn' has one perturbed loss for both parts, from which antithetic=True and "
+                "control=True can take nothing; leave them out."
+            )
 
     @override
-    def bind(self, problem: Problem) -> CenteredResponse:
+    def bind(self, problem: Problem) -> CenteredSTNResponse:
         """A response that starts with zero slopes."""
-        return CenteredResponse(problem, self)
+        return CenteredSTNResponse(problem, self)
 
 
 @final
-class CenteredResponse(HypernetworkResponse):
+class CenteredSTNResponse(CenteredResponse):
     r"""The learned :math:`\theta = \{w_0, \Theta\}`."""
 
     def __init__(self, problem: Problem, settings: CenteredSTN) -> None:
         """Start with no response to the hyperparameters."""
         super().__init__(problem, settings)
         self.objective = settings.objective
+        self.antithetic_outer = self.antithetic_outer and self.objective == "centered"
 
     @override
     def inner_loss(self, hyper: Tensor, batch: Any) -> Iterator[Loss]:
-        r"""The unperturbed loss, then the perturbed one for :math:`\Theta`; only the latter if ``objective="stn"``."""
-        if self.objective == "stn":
-            noise = self.perturbation(batch)
-            yield self.problem.inner_loss(self.affine(noise, update_buffers=True), hyper + noise, batch)
+        r"""As in every centered method; one perturbed loss for both parts if ``objective="stn"``."""
+        if self.objective == "centered":
+            yield from super().inner_loss(hyper, batch)
             return
-        yield self.problem.inner_loss(self.inner.model(self.inner.params(), update_buffers=True), hyper, batch)
         noise = self.perturbation(batch)
-        yield self.problem.inner_loss(self.affine(noise, freeze_weights=True), hyper + noise, batch)
+        yield self.problem.inner_loss(self.affine(noise, update_buffers=True), hyper + noise, batch)
 
     @override
-    def forward(self, hyper: Tensor, train_batch: Any = None, center: Tensor | None = None) -> Model:
-        r"""The model with weights :math:`w_0 + \Theta (\lambda - \lambda_0)`."""
-        return self.affine(hyper - (hyper.detach() if center is None else center))
+    def perturbed(self, noise: Tensor) -> Model:
+        r"""The model with weights :math:`w_0 + \Theta \epsilon`."""
+        return self.affine(noise, freeze_weights=True)

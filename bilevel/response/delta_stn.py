@@ -11,32 +11,53 @@ that a penalty reads (``model.params``) are affine already and stay as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, final
+from typing import final
 
 from torch import Tensor
 from typing_extensions import override
 
-from bilevel.problem import Loss, Model, Problem
-from bilevel.response.hypernetwork import Hypernetwork, HypernetworkResponse
+from bilevel.problem import Model, Problem
+from bilevel.response.centered import Centered, CenteredResponse
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class DeltaSTN(Hypernetwork):
+class DeltaSTN(Centered):
     r"""Δ-STN: :math:`w_0 + \Theta (\lambda - \lambda_0)`, with :math:`\Theta` trained on linearised predictions.
 
     The method of choice for regularization of a network during one training run. The network must support forward-mode
     differentiation (``nn.LSTM`` does not).
 
     Its settings ``scale``, ``entropy``, ``perturb_outer``, ``structure``, ``perturb`` and ``max_gigabytes`` are those
-    of :class:`bilevel.response.hypernetwork.Hypernetwork`.
+    of :class:`bilevel.response.hypernetwork.Hypernetwork`; ``antithetic`` and ``control`` are those of
+    :class:`bilevel.response.centered.Centered`. The paper's own algorithm is :meth:`paper`.
 
     Example:
-        >>> DeltaSTN(entropy=1e-3)
-        DeltaSTN(scale=1.0, entropy=0.001, perturb_outer=None, structure=None, perturb=None, max_gigabytes=4.0)
+        >>> DeltaSTN().control is None  # the control variate, which the paper does not have
+        True
+        >>> DeltaSTN.paper().structure, DeltaSTN.paper().control
+        ('rowwise', False)
     """
+
+    @classmethod
+    def paper(cls, *, scale: float = 1.0, entropy: float | None = 1e-3) -> DeltaSTN:
+        r"""The algorithm of the paper, ``alg:dstn-training``; also under the name ``"delta_stn_paper"``.
+
+        Responses by rows with a learned direction, one perturbation per example of a network, other random numbers in
+        each pass, no control variate and no pairs, :math:`\sigma` learned. The paper does not say where
+        :math:`\mathbf{R}` starts. Its code draws it; here it starts at :math:`\mathbf{W}`.
+
+        Args:
+            scale: As in :class:`DeltaSTN`.
+            entropy: As there.
+
+        Returns:
+            Settings.
+        """
+        return cls(
+            scale=scale, entropy=entropy, perturb_outer=True, structure="rowwise", antithetic=False, control=False
+        )
 
     @override
     def bind(self, problem: Problem) -> DeltaResponse:
@@ -45,7 +66,7 @@ class DeltaSTN(Hypernetwork):
 
 
 @final
-class DeltaResponse(HypernetworkResponse):
+class DeltaResponse(CenteredResponse):
     r"""The learned :math:`\theta = \{w_0, \Theta\}`."""
 
     linearizes = True
@@ -57,14 +78,6 @@ class DeltaResponse(HypernetworkResponse):
     )
 
     @override
-    def inner_loss(self, hyper: Tensor, batch: Any) -> Iterator[Loss]:
-        r"""The unperturbed loss for :math:`w_0`, then the perturbed and linearised one for :math:`\Theta`."""
-        yield self.problem.inner_loss(self.inner.model(self.inner.params(), update_buffers=True), hyper, batch)
-        noise = self.perturbation(batch)
-        response = self.affine(noise, freeze_weights=True, linearized=True)
-        yield self.problem.inner_loss(response, hyper + noise, batch)
-
-    @override
-    def forward(self, hyper: Tensor, train_batch: Any = None, center: Tensor | None = None) -> Model:
-        r"""The model with weights :math:`w_0 + \Theta (\lambda - \lambda_0)`, not linearised."""
-        return self.affine(hyper - (hyper.detach() if center is None else center))
+    def perturbed(self, noise: Tensor) -> Model:
+        r"""The model with weights :math:`w_0 + \Theta \epsilon`, its predictions linearised."""
+        return self.affine(noise, freeze_weights=True, linearized=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from typing_extensions import override
@@ -30,10 +30,11 @@ class Hypernetwork(Method):
             :math:`-\tau\,\mathbb{H}[p(\epsilon|\sigma)]` added to the outer loss.
         perturb_outer: Evaluate the outer loss at :math:`\lambda + \epsilon`, as in ``eq:stn-val-obj``. None does so
             only when :math:`\sigma` is learned.
-        structure: How a weight responds: ``"rowwise"`` as in the paper, each row scaled by a linear function of
-            :math:`\lambda`; ``"dense"``, the full Jacobian; ``"none"``. A mapping chooses by pattern of the name, as in
-            ``{"head.*": "dense", "*.bias": "none"}``; what it does not name is ``"rowwise"``. None is ``"rowwise"`` for
-            a network and ``"dense"`` for a mapping of tensors.
+        structure: How a weight responds. ``"gate"``: each row grows or shrinks, by a linear function of
+            :math:`\lambda`, which costs least. ``"rowwise"``, as in the paper: each row moves along a direction that is
+            learned as well. ``"dense"``: the full Jacobian. ``"none"``: not at all. A mapping chooses by pattern of the
+            name, as in ``{"head.*": "dense", "*.bias": "none"}``. None, and what a mapping does not name, is ``"gate"``
+            for a network, ``"rowwise"`` with :class:`bilevel.STN`; None is ``"dense"`` for a mapping of tensors.
         perturb: ``"example"`` draws a perturbation for each example of a batch. Hyperparameters then reach the inner
             loss with shape ``(B, *shape)``, and the weights must respond by rows or not at all. ``"batch"`` draws one
             for all, and works for any network and loss. None is ``"example"`` where the weights allow
@@ -47,6 +48,7 @@ class Hypernetwork(Method):
     structure: str | Mapping[str, str] | None = None
     perturb: str | None = None
     max_gigabytes: float = 4.0
+    by_rows: ClassVar[str] = "gate"
 
     def __post_init__(self) -> None:
         """Check the settings.
@@ -82,8 +84,9 @@ class HypernetworkResponse(BestResponse):
         """Start with no response to the hyperparameters."""
         super().__init__(problem)
         hyper = problem.initial_hyper()
-        default = "dense" if problem.module is None else "rowwise"
-        kinds = choose(default if settings.structure is None else settings.structure, list(problem.params))
+        default = "dense" if problem.module is None else settings.by_rows
+        structure = default if settings.structure is None else settings.structure
+        kinds = choose(structure, list(problem.params), settings.by_rows)
         self.theta = make(problem.params, kinds, hyper.numel(), max_gigabytes=settings.max_gigabytes)
         self.per_example = _per_example(problem, kinds, settings.perturb)
         self._must_count = settings.perturb == "example"
@@ -113,7 +116,7 @@ class HypernetworkResponse(BestResponse):
     def _check_rows(self, loss: str, hyper: Tensor, batch: Any) -> None:
         count = self._examples(batch)
         if count is not None and isinstance(self.theta, Theta):
-            check_rows(self.problem, self.inner, loss, self.theta.rowwise.names, hyper, batch, count)
+            check_rows(self.problem, self.inner, loss, self.theta.names, hyper, batch, count)
 
     def perturbation(self, batch: Any) -> Tensor:
         r"""Draw :math:`\epsilon \sim p(\epsilon | \sigma)`; the inner level does not train :math:`\sigma`.
@@ -131,8 +134,26 @@ class HypernetworkResponse(BestResponse):
         r"""Draw :math:`\epsilon` differentiably in :math:`\sigma`; None if the outer loss is not perturbed."""
         return self.scale.sample(self._examples(batch)) if self.scale.perturb_outer else None
 
+    def change(self, shift: Tensor) -> dict[str, Tensor]:
+        r"""The change of the weights, :math:`\Theta\,\delta`.
+
+        Args:
+            shift: :math:`\delta`, shape ``(h,)``.
+
+        Returns:
+            One tensor for every weight that responds.
+        """
+        changes: dict[str, Tensor] = self.theta(shift, self.inner.params())
+        return changes
+
     def affine(
-        self, shift: Tensor, *, freeze_weights: bool = False, linearized: bool = False, update_buffers: bool = False
+        self,
+        shift: Tensor,
+        *,
+        freeze_weights: bool = False,
+        linearized: bool = False,
+        control: bool = False,
+        update_buffers: bool = False,
     ) -> Model:
         r"""The model with weights :math:`w_0 + \Theta\,\delta`.
 
@@ -140,20 +161,26 @@ class HypernetworkResponse(BestResponse):
             shift: :math:`\delta`, shape ``(h,)`` or ``(B, h)``.
             freeze_weights: Detach :math:`w_0`, so that only :math:`\Theta` learns from the result.
             linearized: Replace predictions by their first-order expansion in :math:`\delta`.
+            control: Leave all values at :math:`w_0`, and let only minus the slope of the response be added:
+                :math:`w_0 + \operatorname{stop}(\Theta\,\delta) - \Theta\,\delta`.
             update_buffers: Keep what the network does to its buffers.
 
         Returns:
             The model that a loss sees.
         """
         weights = {name: w.detach() if freeze_weights else w for name, w in self.inner.params().items()}
+        shift = -shift if control else shift
         predict = self.inner.predictor(update_buffers=update_buffers)
         if shift.ndim == 1:
-            change = self.theta(shift)
+            along = {name: w.detach() for name, w in weights.items()} if control else weights
+            change: dict[str, Tensor] = self.theta(shift, along)
+            if control:
+                change = {name: value - value.detach() for name, value in change.items()}
             moved = {name: w + change[name] if name in change else w for name, w in weights.items()}
             if predict is None or not linearized:
                 return self.inner.model(moved, update_buffers=update_buffers)
             return Model(moved, linearize(predict, weights, change))
-        rows = self.theta.rows(shift) if isinstance(self.theta, Theta) else {}
+        rows = self.theta.rows(shift, weights, slope_only=control) if isinstance(self.theta, Theta) else {}
         params = {name: Responding(name, w, rows[name]) if name in rows else w for name, w in weights.items()}
         return Model(params, respond(predict, weights, rows, linearized=linearized))
 
@@ -181,7 +208,7 @@ def _per_example(problem: Problem, kinds: Mapping[str, str], perturb: str | None
     if dense:
         raise ValueError(
             f"perturb='example' needs responses by rows, but {dense[0]!r} has structure 'dense', which would take a "
-            "weight for every example: use structure='rowwise', or perturb='batch'."
+            "weight for every example: use structure='gate' or 'rowwise', or perturb='batch'."
         )
     return True
 

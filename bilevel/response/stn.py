@@ -13,13 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, final
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
 from bilevel.problem import Loss, Model, Problem
 from bilevel.response.hypernetwork import Hypernetwork, HypernetworkResponse
-from bilevel.structure import Theta
 
 
 @final
@@ -31,6 +29,9 @@ class STN(Hypernetwork):
     ill-conditioned and lets :math:`\lambda` drift (``eq:valid-undesirable``), and perturbing :math:`\phi_0` moves it
     away from the solution (``eq:linear-reg-incorrect``).
 
+    Rows respond with a learned direction (``structure="rowwise"``): the gate would multiply a weight by :math:`1 +
+    \mathbf{U} \lambda` with all of :math:`\lambda`, and learns badly where that is large (``benchmarks/defaults.py``).
+
     Its settings ``scale``, ``entropy``, ``perturb_outer``, ``structure``, ``perturb`` and ``max_gigabytes`` are those
     of :class:`bilevel.response.hypernetwork.Hypernetwork`.
 
@@ -38,6 +39,8 @@ class STN(Hypernetwork):
         >>> STN(scale=0.5)
         STN(scale=0.5, entropy=None, perturb_outer=None, structure=None, perturb=None, max_gigabytes=4.0)
     """
+
+    by_rows = "rowwise"
 
     @override
     def bind(self, problem: Problem) -> STNResponse:
@@ -48,14 +51,6 @@ class STN(Hypernetwork):
 @final
 class STNResponse(HypernetworkResponse):
     r"""The learned :math:`\phi = \{\phi_0, \Phi\}`."""
-
-    def __init__(self, problem: Problem, settings: STN) -> None:
-        r"""Start with no response, and with factors scaled for :math:`\lambda`, which replaces the perturbation."""
-        super().__init__(problem, settings)
-        if isinstance(self.theta, Theta):
-            hyper = problem.initial_hyper()
-            with torch.no_grad():
-                self.theta.rowwise.factor.mul_((len(hyper) / (len(hyper) + hyper.square().sum())).sqrt())
 
     @override
     def inner_loss(self, hyper: Tensor, batch: Any) -> Iterator[Loss]:

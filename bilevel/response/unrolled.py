@@ -96,6 +96,12 @@ class Unrolled(Method):
                 "Unrolled: checkpoint=True is for mode='reverse'; mode='forward' keeps the memory of one step only."
             )
 
+    @property
+    @override
+    def unrolled_steps(self) -> int:
+        """All of them."""
+        return self.steps
+
     @override
     def bind(self, problem: Problem) -> UnrolledResponse:
         """Refuse integers and, in forward mode, too many hyperparameters; start at the weights of the problem."""

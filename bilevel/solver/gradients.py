@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, TypeVar, final
 
 import torch
@@ -14,7 +15,7 @@ from bilevel.compilation import OfModule, gains
 from bilevel.linear_solvers import LinearSolverError
 from bilevel.problem import Loss, Model, Problem
 from bilevel.response import BestResponse
-from bilevel.rng import Stream
+from bilevel.rng import Repeated, Stream
 from bilevel.solver.finite import FiniteCheck
 from bilevel.solver.optimization import Gradients, Optimization
 from bilevel.solver.undo import buffers_kept
@@ -146,10 +147,32 @@ class Differentiation:
         self, scale: Sequence[Tensor], hyper: Tensor, train_batch: Any, valid_batch: Any, steps: tuple[int, int] | None
     ) -> tuple[Loss, list[Tensor]]:
         """What :meth:`of_outer_loss` returns."""
+        signs = (1, -1) if self._response.antithetic_outer else (1,)
+        again = Repeated(self._problem.device) if len(signs) > 1 else nullcontext
+        found = []
+        for sign in signs:
+            with again():  # which draws the same perturbation for both, and the same random numbers of the loss
+                found.append(self._slopes_at(sign, scale, hyper, train_batch, valid_batch, steps))
+        losses, slopes = zip(*found, strict=True)
+        if len(signs) == 1:
+            return losses[0], slopes[0]
+        value = torch.stack([loss.value for loss in losses]).mean()
+        return Loss(value, losses[0].aux), [torch.stack(parts).mean(0) for parts in zip(*slopes, strict=True)]
+
+    def _slopes_at(
+        self,
+        sign: int,
+        scale: Sequence[Tensor],
+        hyper: Tensor,
+        train_batch: Any,
+        valid_batch: Any,
+        steps: tuple[int, int] | None,
+    ) -> tuple[Loss, list[Tensor]]:
+        """The same at one perturbation, or at its negative, or at none."""
         # Two copies of λ keep the parts apart, so that one backward pass gives both.
         direct, through_weights = (hyper.clone().requires_grad_() for _ in range(2))
         drawn = self._response.outer_perturbation(valid_batch)
-        noise = torch.zeros_like(direct) if drawn is None else drawn
+        noise = torch.zeros_like(direct) if drawn is None else sign * drawn
         model = self._response(through_weights + noise, train_batch, hyper)
         if not isinstance(model, Model):
             raise TypeError(

@@ -52,7 +52,7 @@ class Optimization:
         """Make the optimizers. The arguments are those of :class:`bilevel.Solver`."""
         for_weights = partial(torch.optim.Adam, lr=1e-3) if inner is None else inner
         for_response = for_weights if response_optimizer is None else response_optimizer
-        for_hyper = partial(torch.optim.RMSprop, lr=1e-2) if outer is None else outer
+        for_hyper = partial(torch.optim.Adam, lr=2e-2, betas=(0.9, 0.99)) if outer is None else outer
         factories: dict[str, tuple[str, OptimizerFactory]] = {
             "weights": ("inner_optimizer", for_weights),
             "response": ("response_optimizer", for_response),

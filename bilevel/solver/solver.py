@@ -104,7 +104,8 @@ class Solver:
             inner_optimizer: Makes an optimizer from parameters; called for the weights and for the response, which
                 never gets its ``weight_decay``. Adam with learning rate 1e-3 by default. The parameters are a list with
                 names, :class:`bilevel.solver.Parameters`, from which it may make groups.
-            outer_optimizer: The same for the hyperparameters and the scale; RMSprop with learning rate 1e-2 by default.
+            outer_optimizer: The same for the hyperparameters and the scale; Adam by default, with
+                learning rate 0.02 and betas (0.9, 0.99).
             response_optimizer: Replaces ``inner_optimizer`` for the response.
             inner_scheduler: Makes a learning-rate scheduler from each inner optimizer.
             outer_scheduler: The same for each outer optimizer.

@@ -17,7 +17,7 @@ class Dense(nn.Module):
 
     Example:
         >>> theta = Dense({"w": torch.zeros(3)}, 2, max_gigabytes=1.0)
-        >>> theta(torch.ones(2))
+        >>> theta(torch.ones(2), {})
         {'w': tensor([0., 0., 0.], grad_fn=<ViewBackward0>)}
     """
 
@@ -32,11 +32,12 @@ class Dense(nn.Module):
         ])
 
     @override
-    def forward(self, shift: Tensor) -> dict[str, Tensor]:
+    def forward(self, shift: Tensor, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         r"""The change of the weights, :math:`\Theta\,(\lambda - \lambda_0)`.
 
         Args:
             shift: Shape ``(h,)``.
+            weights: Not needed; other structures move along them.
 
         Returns:
             One tensor per parameter, of its shape.

@@ -20,7 +20,7 @@ def scale(mode: Respond, function: Any, input: Any, other: Any) -> Tensor:
         raise NotImplementedError(mode.refusal(mode.name(other), function, "as a divisor"))
     weight, x = (input, other) if mode.responds(input) else (other, input)
     if not isinstance(x, Tensor) or (not mode.responds(x) and (x.ndim == 0 or _is_mask(mode, x, weight))):
-        return mode.register(function(input, other), weight, function(mode.weight(weight).template, x))
+        return mode.register(function(input, other), weight, lambda template: function(template, x))
     if function in DIVISIONS:
         raise NotImplementedError(mode.refusal(mode.name(input), function, "by an activation"))
     return _elementwise(mode, function, x, weight, times=True)

@@ -54,22 +54,37 @@ def bilinear(
         sizes[axis] = -1
         return factor.reshape(mode.count, *sizes[1:])
 
+    found = mode.weight(weight) if mode.responds(weight) else None
+    rows = [] if found is None else [dim for dim, size in enumerate(found.factor.shape[1:]) if size > 1]
+    if rows not in ([], [out], [into]):
+        reason = f"with its rows in dimensions {rows} of {tuple(weight.shape)}"
+        raise NotImplementedError(mode.refusal(mode.name(weight), function, reason))
     value, tangent = mode.split(x)
-    y = op(value, weight, bias)
-    responses = [None if tangent is None else op(tangent, weight, None)]
-    if mode.responds(weight):
-        name, _, factor, template, _ = mode.weight(weight)
-        rows = [dim for dim, size in enumerate(factor.shape[1:]) if size > 1]
-        if rows in ([], [out]):
-            responses.append(along(factor, y) * op(value, template, None))
-        elif rows == [into]:
-            responses.append(op(value * along(factor, value), template, None))
-        else:
-            reason = f"with its rows in dimensions {rows} of {tuple(weight.shape)}"
-            raise NotImplementedError(mode.refusal(name, function, reason))
-    if bias is not None and mode.responds(bias):
-        responses.append(along(mode.change(bias), y))
-    return mode.join(y, *responses)
+    if found is not None and found.grows and rows == [into]:
+        # Input units that grow are inputs that grow; the weight then responds no more.
+        value, tangent = mode.split(mode.join(value, tangent, along(found.factor, value) * value))
+        found = None
+    shifts = None if bias is None or not mode.responds(bias) else along(mode.change(bias), value)
+    if found is None or not found.grows:
+        y = op(value, weight, bias)
+        responses = [None if tangent is None else op(tangent, weight, None), shifts]
+        if found is not None and rows == [into]:
+            responses.append(op(value * along(found.factor, value), found.template, None))
+        elif found is not None:
+            responses.append(along(found.factor, y) * op(value, found.template, None))
+        return mode.join(y, *responses)
+    # A weight that grows needs no product of its own: its response is W x, scaled.
+    product, factor = op(value, weight, None), along(found.factor, value)
+    offset = None if bias is None else along(bias.expand(mode.count, -1), value)
+    if mode.linearized:
+        y = product if offset is None else (product + offset).to(product.dtype)
+        response = factor * product if shifts is None else torch.addcmul(shifts, factor, product)
+        return mode.join(y, None if tangent is None else op(tangent, weight, None), response)
+    if offset is None:
+        y = (1 + factor) * product
+    else:
+        y = torch.addcmul(offset if shifts is None else offset + shifts, 1 + factor, product)
+    return y.to(product.dtype)  # which is that of autocast where it is on
 
 
 @rule(F.linear)
@@ -132,7 +147,8 @@ def embedding(
     expanded = input.ndim > 1 and input.stride(0) == 0
     ids = input[:1] if expanded else input
     options = (padding_idx, None, norm_type, scale_grad_by_freq)
-    vectors, template = F.embedding(ids, weight, *options), F.embedding(ids, rows.template, *options)
+    vectors = F.embedding(ids, weight, *options)
+    template = vectors if mode.weight(weight).grows else F.embedding(ids, rows.template, *options)
     of_examples = counts and not expanded and mode.origins.from_inputs(input)
     if of_examples:
         mode.check(input, function, weight)
@@ -145,5 +161,11 @@ def embedding(
     if of_examples:
         return mode.join(vectors, factor * template)
     if expanded:
-        vectors, template = (x.expand(len(input), *x.shape[1:]) for x in (vectors, template))
-    return mode.register(vectors, weight, template, factor, chosen=counts and input.ndim > 1)
+        vectors = vectors.expand(len(input), *vectors.shape[1:])
+    return mode.register(
+        vectors,
+        weight,
+        lambda table: F.embedding(ids, table, *options).expand_as(vectors),
+        factor,
+        chosen=counts and input.ndim > 1,
+    )

@@ -25,13 +25,18 @@ def move(mode: Respond, function: Any, input: Tensor, *args: Any, **kwargs: Any)
         return function(input, *args, **kwargs)
     name, _, factor, template, _ = mode.weight(input)
     numbers = torch.arange(factor[0].numel(), device=factor.device).reshape(factor.shape[1:]).expand_as(template)
-    moved = [function(x, *args, **kwargs) for x in (input, template, numbers)]
+    moved = [function(x, *args, **kwargs) for x in (input, numbers)]
     results = list(zip(*([x] if isinstance(x, Tensor) else x for x in moved), strict=True))
-    for weight, part, number in results:
+    for index, (weight, number) in enumerate(results):
         if number.untyped_storage().data_ptr() != numbers.untyped_storage().data_ptr():  # a copy, not a view
             raise NotImplementedError(mode.refusal(name, function, "after which its rows cannot be told apart"))
         # Stride zero marks a dimension along which the row stays the same.
         some = number[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in number.stride())]
+
+        def part(whole: Tensor, index: int = index) -> Tensor:
+            found = function(whole, *args, **kwargs)
+            return found if isinstance(found, Tensor) else found[index]
+
         mode.register(weight, input, part, factor.flatten(1)[:, some])
     return moved[0]
 
@@ -58,8 +63,8 @@ def copy(mode: Respond, function: Any, input: Tensor, *args: Any, **kwargs: Any)
         return result
     if not result.is_floating_point():
         raise NotImplementedError(mode.refusal(mode.name(input), function, f"which makes it {result.dtype}"))
-    _, _, factor, template, chosen = mode.weight(input)
-    return mode.register(result, input, function(template, *args, **kwargs), factor.to(result), chosen=chosen)
+    _, _, factor, _, chosen = mode.weight(input)
+    return mode.register(result, input, lambda x: function(x, *args, **kwargs), factor.to(result), chosen=chosen)
 
 
 @rule(torch.cat, torch.concat, torch.concatenate)

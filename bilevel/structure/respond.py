@@ -7,6 +7,8 @@ pairs of a value :math:`x` and its tangent :math:`\dot x`, which are the dual nu
 
 .. math:: (\mathbf{W} x_i,\; \mathbf{W} \dot x_i + f_i \odot \mathbf{R} x_i)
 
+Where :math:`\mathbf{R}` is :math:`\mathbf{W}` itself (:mod:`bilevel.structure.gate`), the pass with it is spared.
+
 Everything between the weights is left to PyTorch. :class:`Respond` sees every operation of the network; one that takes
 a responding weight and has no rule raises, since its response would be lost. The rules are in the files beside this
 one.
@@ -96,6 +98,11 @@ class Weight(NamedTuple):
     template: Tensor
     chosen: bool = False
 
+    @property
+    def grows(self) -> bool:
+        """Whether the template is the weight itself."""
+        return self.template is self.weight
+
 
 class Respond(TorchFunctionMode):
     """While active, operations on given weights respond, each example in its own way.
@@ -122,8 +129,8 @@ class Respond(TorchFunctionMode):
         self.count, self.linearized = count, linearized
         self._responding: dict[int, Weight] = {}
         for name, (factor, template) in rows.items():
-            sizes = [*template.shape[:1], *[1] * (template.ndim - 1)]
-            self._responding[id(weights[name])] = Weight(name, weights[name], factor.reshape(count, *sizes), template)
+            sizes, weight = [*template.shape[:1], *[1] * (template.ndim - 1)], weights[name]
+            self._responding[id(weight)] = Weight(name, weight, factor.reshape(count, *sizes), template)
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -192,7 +199,7 @@ class Respond(TorchFunctionMode):
         self,
         weight: Tensor,
         source: Tensor,
-        template: Tensor,
+        template: Tensor | Callable[[Tensor], Tensor],
         factor: Tensor | None = None,
         *,
         chosen: bool = False,
@@ -202,15 +209,18 @@ class Respond(TorchFunctionMode):
         Args:
             weight: The new weight.
             source: The weight of which it is a part or a multiple.
-            template: Of the new weight.
+            template: Of the new weight; or how the new weight was made, if the same makes its template of the old one.
             factor: Of its rows, as in :class:`bilevel.structure.respond.Weight`; those of the source by default.
             chosen: As there.
 
         Returns:
             The new weight.
         """
-        name, _, old, *_ = self.weight(source)
-        self._responding[id(weight)] = Weight(name, weight, old if factor is None else factor, template, chosen)
+        old = self.weight(source)
+        if not isinstance(template, Tensor):
+            template = weight if old.grows else template(old.template)
+        factor = old.factor if factor is None else factor
+        self._responding[id(weight)] = Weight(old.name, weight, factor, template, chosen)
         return weight
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor | None]:

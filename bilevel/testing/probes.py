@@ -51,9 +51,9 @@ def jacobian_of(solver: Solver) -> Tensor:
 
 
 def outer_noise(solver: Solver) -> Tensor:
-    """The perturbation that the next outer step will draw; the solver is left as it was."""
+    """The mean perturbation of the next outer step: what it draws, or zero for a pair. The solver is left as it was."""
     scale = solver.response.scale
-    if scale is None or not scale.perturb_outer:
+    if scale is None or not scale.perturb_outer or solver.response.antithetic_outer:
         return torch.zeros_like(solver.vector)
     state = solver.state_dict()
     with torch.no_grad(), solver.streams["loss"]():

@@ -169,7 +169,7 @@ def test_the_state_of_the_weights_is_unperturbed():
     net, text = network(), Streams(random_tokens(60), streams=3, length=6, end=0)
     stated = problem(net, **dict.fromkeys(RATES, 1e-9))
     solver = bilevel.Solver(stated, method=bilevel.CenteredSTN(scale=1e-3))
-    for part in solver.response.theta.rowwise.parameters():
+    for part in solver.response.theta.gate.parameters():
         nn.init.normal_(part, std=30.0)
     batch, following = islice(text, 2)
     solver.inner_step(batch)
@@ -289,9 +289,9 @@ def test_each_stream_responds_to_its_own_perturbation(linearized):
     """As a network whose weights are changed for that stream alone; the tied embedding responds in both its places."""
     net = network().eval()
     response = bilevel.DeltaSTN().bind(problem(net))
-    for part in response.theta.rowwise.parameters():
+    for part in response.theta.gate.parameters():
         nn.init.normal_(part, std=0.5)
-    assert "encoder.weight" in response.theta(torch.ones(7, dtype=torch.float64))
+    assert "encoder.weight" in response.change(torch.ones(7, dtype=torch.float64))
     tokens, noise = random_tokens(15).reshape(3, 5), torch.randn(3, 7).double()
     state = (torch.randn(3, 2, 4).double(), torch.randn(3, 2, 4).double())
     together = response.affine(noise, linearized=linearized)(tokens, state, OFF)
@@ -327,6 +327,7 @@ def test_a_run_that_ended_by_its_learning_rate_is_over(tmp_path):
     assert again == first
 
 
+@pytest.mark.filterwarnings("ignore:.*leaves no round:bilevel.TuningWarning")
 def test_a_run_goes_on(tmp_path):
     for epochs in (1, 2):
         settings = dataclasses.replace(SMALL, epochs=epochs)
@@ -334,6 +335,7 @@ def test_a_run_goes_on(tmp_path):
         assert summary["epochs"] == epochs
 
 
+@pytest.mark.filterwarnings("ignore:the hyperparameters cannot move far:bilevel.TuningWarning")
 @pytest.mark.parametrize("method", ["delta_stn", "fixed"])
 def test_the_learning_rate_drops_after_epochs_without_improvement_until_the_run_ends(method, tmp_path, monkeypatch):
     """Patience 2: the second epoch in a row that is not below the best quarters the rate, and counting starts anew."""

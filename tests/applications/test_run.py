@@ -220,6 +220,7 @@ def test_the_exit_code_tells_a_divergence(tmp_path, monkeypatch):
     assert caught.value.code == "error: the inner loss is nan"
 
 
+@pytest.mark.filterwarnings("ignore:the hyperparameters cannot move far:bilevel.TuningWarning")
 @pytest.mark.parametrize("method", ["delta_stn", "fixed"])
 def test_an_unfinished_run_has_the_history_of_its_validation_passes(method, tmp_path):
     """Killed in the fourth epoch, and again in the sixth: three rows of warm-up have fewer columns."""
@@ -243,6 +244,7 @@ def test_an_unfinished_run_has_the_history_of_its_validation_passes(method, tmp_
         assert {**row, "seconds": ""} == {**expected, "seconds": ""}
 
 
+@pytest.mark.filterwarnings("ignore:the hyperparameters cannot move far:bilevel.TuningWarning")
 def test_an_unfinished_run_has_all_outer_steps_in_its_history(tmp_path):
     def kill(event):
         if event.index == 4:

@@ -12,7 +12,7 @@ import bilevel
 from applications import __main__ as cli
 from applications import data, images, studies
 from applications.studies import STUDIES, Outcome, run_study, table
-from applications.tables import figure_of, read_csv
+from applications.tables import read_csv
 
 pytest.importorskip("matplotlib")
 TASKS = {task.name: task for task in images.TASKS}
@@ -138,24 +138,24 @@ def test_the_table_has_means_over_seeds():
 
 @pytest.fixture
 def axes(monkeypatch):
-    drawn = []
+    drawn, genuine = [], bilevel.plotting.figure
 
-    def spy(rows, columns):
-        figure, axes = figure_of(rows, columns)
+    def spy(*args, **options):
+        figure, axes = genuine(*args, **options)
         drawn.extend(axes.flat)
         return figure, axes
 
-    monkeypatch.setattr(studies, "figure_of", spy)
+    monkeypatch.setattr(bilevel.plotting, "figure", spy)
     return drawn
 
 
 def test_the_schedules_of_all_runs_are_drawn(recorded, axes, tmp_path):
     make("initial", tmp_path, values=["0.1", "0.5"], seeds=[0, 1])
-    assert [axis.get_title() for axis in axes] == ["stn", "delta_stn"]
-    assert [text.get_text() for text in axes[0].get_legend().get_texts()] == ["0.1", "0.5"]
+    assert [axis.get_title(loc="left") for axis in axes] == ["stn", "delta_stn"]
+    assert [text.get_text() for text in axes[1].get_legend().get_texts()] == ["0.1", "0.5"]
     for axis in axes:
         colors = [line.get_color() for line in axis.lines]
-        assert colors == ["C0", "C0", "C1", "C1"]
+        assert colors[0] == colors[1] != colors[2] == colors[3]
         assert all(list(line.get_xdata()) == [0.5, 2.0] for line in axis.lines)
         assert all(list(line.get_ydata()) == [0.1, 0.2] for line in axis.lines)
 
@@ -163,6 +163,7 @@ def test_the_schedules_of_all_runs_are_drawn(recorded, axes, tmp_path):
 def test_the_losses_are_drawn_over_the_scale(recorded, axes, tmp_path):
     make("scale", tmp_path, values=["2", "1", "1000"], methods=["stn"], seeds=[0, 1])
     points, means = axes[0].lines
+    assert points.get_color() == means.get_color() == bilevel.plotting.color("stn")
     assert list(points.get_xdata()) == [2, 2, 1, 1]
     assert list(means.get_xdata()) == [1, 2]
     assert list(means.get_ydata()) == pytest.approx([1.55, 2.55])

@@ -375,7 +375,7 @@ def library_and_reference(solver, batch):
     ours = problem.inner_loss(response.affine(noise), hyper + noise, batch).value
     theirs: list[Tensor] = []
     for i, shift in enumerate(noise):
-        change = response.theta(shift)
+        change = response.change(shift)
         weights = {name: w + change[name] for name, w in response.inner.params().items()}
         predict = response.inner.predictor()
         model = Model(weights, lambda *args, weights=weights, predict=predict: predict(weights, *args))

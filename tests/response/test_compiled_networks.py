@@ -20,6 +20,7 @@ METHODS = {"stn": bilevel.STN, "centered_stn": CenteredSTN, "delta_stn": DeltaST
 PERTURB = {
     "batch": {"structure": {"first.weight": "dense", "*.bias": "none"}, "perturb": "batch", "perturb_outer": True},
     "example": {"structure": "rowwise", "perturb": "example", "entropy": 1e-2},
+    "gate": {"structure": "gate", "perturb": "example", "entropy": 1e-2},
 }
 DELTA = DeltaSTN(scale=0.3, structure="rowwise", perturb="example")
 CENTERED = CenteredSTN(scale=0.3, structure="rowwise", perturb="batch")  # takes less time to trace
@@ -318,5 +319,6 @@ def test_the_real_compiler(real_compiler):
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("net", [Net, convolutions])
 def test_same_run_with_the_real_compiler(net, method, perturb, real_compiler, convolutions_too):
-    settings = PERTURB[perturb] | ({"structure": "rowwise"} if net is convolutions else {})
+    by_rows = {"structure": "gate" if perturb == "gate" else "rowwise"}
+    settings = PERTURB[perturb] | (by_rows if net is convolutions else {})
     compare(METHODS[method](scale=0.3, **settings), problem=problem_of(net))

@@ -17,11 +17,12 @@ from bilevel.functional import dropout
 from bilevel.rng import Stream
 
 EXAMPLE = {"structure": "rowwise", "perturb": "example"}
+PAPER = {"control": False, **EXAMPLE}
 METHODS = {
     "stn": partial(STN, **EXAMPLE),
-    "centered_stn": partial(CenteredSTN, **EXAMPLE),
-    "centered_stn, stn objective": partial(CenteredSTN, objective="stn", **EXAMPLE),
-    "delta_stn": partial(DeltaSTN, **EXAMPLE),
+    "centered_stn": partial(CenteredSTN, **PAPER),
+    "centered_stn, stn objective": partial(CenteredSTN, objective="stn", **PAPER),
+    "delta_stn": partial(DeltaSTN, **PAPER),
 }
 INPUTS, HIDDEN, CLASSES = 3, 5, 2
 RATE, DECAY, LASSO = slice(0, 1), slice(1, 3), slice(3, 4)  # where they are in the vector
@@ -105,12 +106,12 @@ def predict(params, x, mask):
     return params["two.weight"] @ hidden + params["two.bias"]
 
 
-def slow_term(response, weights, shifts, hypers, batch, uniform, *, linearized=False):
+def slow_term(response, weights, shifts, hypers, batch, uniform, *, linearized=False, materialize=materialized):
     """The inner loss, example by example."""
     losses = []
     for x, t, shift, vector, u in zip(*batch, shifts, hypers, uniform, strict=True):
         hyper = natural(vector)
-        moved, change = materialized(response, weights, shift)
+        moved, change = materialize(response, weights, shift)
         rate = hyper["rate"].detach()
         mask = (u >= rate).double() / (1 - rate)
         if linearized:
@@ -139,8 +140,8 @@ def slow_terms(kind, response, hyper, batch):
         noise = draw_noise(count)
         yield slow_term(response, weights, noise, hyper + noise, batch, uniform())
         return
-    yield slow_term(response, weights, 0 * same, same, batch, uniform())
     noise = draw_noise(count)
+    yield slow_term(response, weights, 0 * same, same, batch, uniform())
     yield slow_term(response, frozen, noise, hyper + noise, batch, uniform(), linearized=kind == "delta_stn")
 
 

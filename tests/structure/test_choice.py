@@ -25,10 +25,11 @@ def network():
         ("dense", ["dense"] * 4),
         ("rowwise", ["rowwise"] * 4),
         ({"*": "none"}, ["none"] * 4),
-        ({"*.bias": "none"}, ["rowwise", "none", "rowwise", "none"]),
-        ({"0.bias": "dense", "*.bias": "none"}, ["rowwise", "dense", "rowwise", "none"]),
-        ({"2.*": "dense", "*.bias": "none"}, ["rowwise", "none", "dense", "dense"]),
-        ({}, ["rowwise"] * 4),
+        ({"*.bias": "none"}, ["gate", "none", "gate", "none"]),
+        ({"0.bias": "dense", "*.bias": "none"}, ["gate", "dense", "gate", "none"]),
+        ({"2.*": "dense", "*.bias": "none"}, ["gate", "none", "dense", "dense"]),
+        ({}, ["gate"] * 4),
+        ("gate", ["gate"] * 4),
     ],
 )
 def test_the_first_pattern_that_fits_counts(structure, expected):
@@ -57,7 +58,7 @@ def test_a_choice_that_cannot_be_meant_is_refused(method, structure, error, matc
 def test_each_weight_responds_as_chosen(method):
     """Zero rows where there is no response, and one scale for each row of the template where it goes by rows."""
     problem = network_problem(network())
-    structure = {"0.weight": "dense", "0.bias": "none"}
+    structure = {"0.weight": "dense", "0.bias": "none", "2.*": "rowwise"}
     response, hyper = method(structure=structure).bind(problem), problem.initial_hyper()
     generator = torch.Generator().manual_seed(1)
     for part in response.theta.parameters():

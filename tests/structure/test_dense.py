@@ -16,10 +16,10 @@ def test_a_dense_response_is_a_matrix(seed, h):
     params = dict(zip("abc", randn(seed, (2, 3), (4,), ()), strict=True))
     dense = Dense(params, h, max_gigabytes=1.0)
     (shift,) = randn(seed + 1, (h,))
-    assert all(not change.any() for change in dense(shift).values())
+    assert all(not change.any() for change in dense(shift, params).values())
     for slope, values in zip(dense.slopes, randn(seed + 2, *[slope.shape for slope in dense.slopes]), strict=True):
         slope.data.copy_(values)
-    for (name, change), slope in zip(dense(shift).items(), dense.slopes, strict=True):
+    for (name, change), slope in zip(dense(shift, params).items(), dense.slopes, strict=True):
         assert change.shape == params[name].shape
         assert_equal(change.detach(), sum(shift[i] * slope[i].detach() for i in range(h)), 1e-12)
 

@@ -186,9 +186,13 @@ def test_indices_that_differ_by_row_but_come_from_nowhere(linearized):
     rows = []
     for i, shift in enumerate(noise):
         if linearized:
-            rows.append(sum(jvp(lambda params: functional_call(net, params, (x,)), (frozen,), (theta(shift),)))[i])
+            rows.append(
+                sum(jvp(lambda params: functional_call(net, params, (x,)), (frozen,), (theta(shift, frozen),)))[i]
+            )
         else:
-            rows.append(functional_call(net, {name: frozen[name] + theta(shift)[name] for name in frozen}, (x,))[i])
+            rows.append(
+                functional_call(net, {name: frozen[name] + theta(shift, frozen)[name] for name in frozen}, (x,))[i]
+            )
     compare(fast, torch.stack(rows), weights, theta, linearized=linearized)
 
 

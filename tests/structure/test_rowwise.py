@@ -1,5 +1,7 @@
 """Where responses by rows start."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -11,42 +13,55 @@ METHODS = {"stn": bilevel.STN, "centered_stn": bilevel.CenteredSTN, "delta_stn":
 
 
 @pytest.mark.parametrize("size", [1, 3, 50])
-def test_nothing_responds_at_first_and_the_factors_have_variance_one_over_h(size):
+def test_nothing_responds_at_first_and_rows_start_along_the_weight(size):
     torch.manual_seed(0)
     layer = nn.Conv2d(4, 400, 3).double().to(memory_format=torch.channels_last)
-    theta = Rowwise(dict(layer.named_parameters()), size)
-    assert not any(change.any() for change in theta(torch.ones(size).double()).values())
+    layer.weight.data[7] = 0
+    weights = {name: weight.detach() for name, weight in layer.named_parameters()}
+    theta = Rowwise(weights, size)
+    assert not any(change.any() for change in theta(torch.ones(size).double(), weights).values())
     assert [factor.shape for factor in theta.factors] == [(400, size), (400, size)]
-    assert theta.templates[0].is_contiguous(memory_format=torch.channels_last)
-    # Products with a shift of norm √h, 800 of them, have the standard deviation 1 ± 0.025.
-    products = torch.cat(theta.factors).detach() @ torch.ones(size).double()
-    assert abs(float(products.square().mean().sqrt()) - 1) < 0.1
+    template, shift = theta.templates
+    assert template.is_contiguous(memory_format=torch.channels_last)
+    same = torch.arange(400) != 7
+    assert torch.equal(template[same], weights["weight"][same])
+    assert torch.equal(shift, torch.ones(400).double())
+    assert 0 < template[7].abs().max() <= 1 / 6  # 36 inputs: as an ordinary layer would
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_what_the_factors_are_multiplied_with_has_about_length_one_in_every_method(method):
-    """A perturbation, of norm √h at scale 1; or, in an STN, all of λ with it."""
+@pytest.mark.parametrize("structure", ["rowwise", "gate"])
+@pytest.mark.parametrize("zero", ["a row", "the last layer", "a bias"])
+def test_every_row_of_every_weight_learns_to_respond_wherever_it_starts(method, structure, zero):
+    """What starts at zero responds as soon as the weight has left zero."""
 
     def loss(model, hyper, batch):
-        return model(batch).square().mean() + hyper["decay"].sum()
+        return (model(batch[0]) - batch[1]).square().mean(-1) + hyper["decay"] * bilevel.l2(model.params)
 
     torch.manual_seed(0)
-    net, decay = nn.Linear(2, 500).double(), bilevel.positive([1e-4, 1e-4])
-    problem = bilevel.Problem(net, inner_loss=loss, outer_loss=loss, hyper={"decay": decay})
-    response = METHODS[method](structure="rowwise").bind(problem)
-    center = problem.initial_hyper() if method == "stn" else torch.zeros(2).double()
-    shifts = center + torch.randn(100, 2).double()
-    products = torch.cat(response.theta.rowwise.factors).detach() @ shifts.T
-    assert abs(float(products.square().mean().sqrt()) - 1) < 0.15
+    net = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    with torch.no_grad():
+        {"a row": net[0].weight[1], "the last layer": net[2].weight, "a bias": net[0].bias}[zero].zero_()
+    problem = bilevel.Problem(net, inner_loss=loss, outer_loss=loss, hyper={"decay": bilevel.positive(0.1)})
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    solver = bilevel.Solver(problem, method=METHODS[method](structure=structure), inner_optimizer=sgd)
+    batch = torch.randn(8, 3).double(), torch.randn(8, 2).double()
+    for _ in range(20):
+        solver.inner_step(batch)
+    change = solver.response.change(torch.ones(1).double())
+    assert change.keys() == solver.params.keys()
+    for name, value in change.items():
+        assert (value.flatten(1).abs().amax(1) > 0).all() if value.ndim > 1 else (value != 0).all(), name
 
 
 def test_both_factors_learn_from_the_second_step_on():
     torch.manual_seed(0)
-    theta = Rowwise({"w": torch.randn(3, 4).double()}, 2)
+    weights = {"w": torch.randn(3, 4).double()}
+    theta = Rowwise(weights, 2)
     optimizer = torch.optim.SGD(theta.parameters(), lr=0.1)
     start = [parameter.detach().clone() for parameter in theta.parameters()]
     for _ in range(2):
-        loss = (theta(torch.ones(2).double())["w"] - 1).square().sum()
+        loss = (theta(torch.ones(2).double(), weights)["w"] - 1).square().sum()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -65,11 +80,12 @@ def test_a_response_that_does_not_fit_is_refused_before_it_is_allocated():
 
 
 def test_factors_of_too_many_examples_are_refused_before_they_are_allocated():
-    theta = Rowwise({"w": torch.empty(1000, 2)}, 3, max_gigabytes=1.0)
+    weights = {"w": torch.ones(1000, 2)}
+    theta = Rowwise(weights, 3, max_gigabytes=1.0)
     shifts = torch.zeros(1, 3).expand(300_000, 3)
     with pytest.raises(
         MemoryError, match=r"300,000 examples takes 1.2 GB.*1,000 rows.*smaller batches.*perturb='batch'"
     ):
-        theta.rows(shifts)
-    assert theta.rows(shifts[:7])["w"].factor.shape == (7, 1000)
-    assert theta.rows(shifts[0])["w"].factor.shape == (1000,)
+        theta.rows(shifts, weights)
+    assert theta.rows(shifts[:7], weights)["w"].factor.shape == (7, 1000)
+    assert theta.rows(shifts[0], weights)["w"].factor.shape == (1000,)

@@ -13,7 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import bilevel
 from bilevel import structure
-from bilevel.structure import Rowwise, respond
+from bilevel.responding import Rows
+from bilevel.structure import Gate, Rowwise, respond
 
 H = 3
 TOLERANCE = {"rtol": 1e-9, "atol": 1e-9}
@@ -163,11 +164,14 @@ KINDS = [
 ]
 
 
-def setup(net, count):
+STRUCTURES = [Rowwise, Gate]
+
+
+def setup(net, count, structure=Rowwise):
     """Weights, a random response, and a perturbation for each example."""
     weights = {name: weight.detach().clone().requires_grad_() for name, weight in net.named_parameters()}
-    theta = Rowwise({name: weight.detach() for name, weight in weights.items()}, H)
-    for part in theta.parameters():  # U and R: with R at its start of zero there is nothing to see
+    theta = structure({name: weight.detach() for name, weight in weights.items()}, H)
+    for part in theta.parameters():  # with U at its start of zero there is nothing to see
         nn.init.normal_(part, std=0.5)
     return weights, theta, torch.randn(count, H)
 
@@ -180,7 +184,7 @@ def one_by_one(net, weights, theta, noise, x, *, linearized):
 
     outputs = []
     for i, shift in enumerate(noise):
-        change = theta(shift)
+        change = theta(shift, weights)
         if linearized:
             with sdpa_kernel(SDPBackend.MATH):
                 value, tangent = jvp(lambda params, i=i: predict(params, i), (weights,), (change,))
@@ -208,7 +212,7 @@ def run(net, weights, theta, noise, x, *, linearized):
     def predict(params, *args):
         return functional_call(net, params, args)
 
-    return respond(predict, used, theta.rows(noise), linearized=linearized)(x)
+    return respond(predict, used, theta.rows(noise, used), linearized=linearized)(x)
 
 
 @pytest.fixture(autouse=True)
@@ -219,19 +223,52 @@ def double_precision():
     torch.set_default_dtype(before)
 
 
+@pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("linearized", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(data=st.data())
-def test_a_rule_is_a_weight_for_each_example(kind, linearized, data):
+def test_a_rule_is_a_weight_for_each_example(kind, linearized, structure, data):
     net, x = data.draw(networks(kind))
-    weights, theta, noise = setup(net, len(x))
+    weights, theta, noise = setup(net, len(x), structure)
     fast = run(net, weights, theta, noise, x, linearized=linearized)
     frozen = {name: weight.detach() for name, weight in weights.items()} if linearized else weights
     slow = one_by_one(net, frozen, theta, noise, x, linearized=linearized)
     compare(fast, slow, weights, theta, linearized=linearized)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=4)
+@given(data=st.data())
+def test_factors_of_zero_leave_values_and_add_the_slope_of_the_response(kind, data):
+    """The control variate of the gate, against the derivative of one example at a time along its change."""
+    net, x = data.draw(networks(kind))
+    weights, theta, noise = setup(net, len(x), Gate)
+    leaves = list(weights.values())
+
+    def predict(params, *args):
+        return functional_call(net, params, args)
+
+    rows = theta.rows(noise, weights)
+    rows = {name: Rows(part.factor.detach() - part.factor, part.template) for name, part in rows.items()}
+    fast = respond(predict, weights, rows, linearized=False)(x)
+    plain = predict(weights, x)
+    torch.testing.assert_close(fast, plain, **TOLERANCE)
+    direction = torch.linspace(-1, 1, fast.numel()).reshape(fast.shape)
+    frozen = {name: weight.detach() for name, weight in weights.items()}
+    slope = one_by_one(net, frozen, theta, noise, x, linearized=True) - plain.detach()
+    trained = [*theta.parameters()]
+    ours = torch.autograd.grad((fast * direction).sum(), [*trained, *leaves], allow_unused=True)
+    theirs = [
+        *torch.autograd.grad(-(slope * direction).sum(), trained, allow_unused=True),
+        *torch.autograd.grad((plain * direction).sum(), leaves, allow_unused=True),
+    ]
+    for mine, other, leaf in zip(ours, theirs, [*trained, *leaves], strict=True):
+        zero = torch.zeros_like(leaf)
+        torch.testing.assert_close(zero if mine is None else mine, zero if other is None else other, **TOLERANCE)
+
+
+@pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize("linearized", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("images", [False, True])
@@ -243,7 +280,9 @@ def test_a_rule_is_a_weight_for_each_example(kind, linearized, data):
     length=st.integers(1, 5),
     eps=st.sampled_from([1e-5, 0.1]),
 )
-def test_batch_norm_normalises_over_the_whole_batch(images, training, linearized, count, inputs, units, length, eps):
+def test_batch_norm_normalises_over_the_whole_batch(
+    images, training, linearized, structure, count, inputs, units, length, eps
+):
     """The reference multiplies out all weights and normalises what all examples became."""
     torch.manual_seed(count)
     if images:
@@ -253,10 +292,10 @@ def test_batch_norm_normalises_over_the_whole_batch(images, training, linearized
     norm = nn.BatchNorm1d(units, eps)
     norm.running_mean.normal_()
     net = nn.Sequential(layers[0], norm, nn.Tanh(), layers[1]).train(training)
-    weights, theta, noise = setup(net, count)
+    weights, theta, noise = setup(net, count, structure)
     x = torch.randn(count, inputs, *([length] if images else []))
     frozen = {name: weight.detach() for name, weight in weights.items()} if linearized else weights
-    stacked = {name: torch.stack([theta(shift)[name] for shift in noise]) for name in weights}
+    stacked = {name: torch.stack([theta(shift, frozen)[name] for shift in noise]) for name in weights}
 
     def shaped(value):
         """Units in dimension 1."""
@@ -285,7 +324,7 @@ def test_attention_whose_joint_projection_does_not_respond():
     net, x = PlainAttention(4), torch.randn(3, 2, 4)
     weights, theta, noise = setup(net, 3)
     nn.init.zeros_(theta.templates[theta.names.index("joint")])
-    rows = {name: rows for name, rows in theta.rows(noise).items() if name != "joint"}
+    rows = {name: rows for name, rows in theta.rows(noise, weights).items() if name != "joint"}
     predict = respond(lambda params, x: functional_call(net, params, (x,)), weights, rows, linearized=False)
     torch.testing.assert_close(predict(x), one_by_one(net, weights, theta, noise, x, linearized=False), **TOLERANCE)
 

@@ -1,0 +1,120 @@
+r"""What the centered STN and the Δ-STN share: how the response :math:`\Theta` is learned, and with how much noise.
+
+Both learn from a loss at perturbed hyperparameters, :math:`\ell(\epsilon) = \mathcal{L}_T(\lambda + \epsilon,
+w_0 + \Theta \epsilon)`. Its gradient in :math:`\Theta` is
+
+.. math:: \nabla_\Theta \ell(\epsilon)
+    = \mathbf{J}^\top g\,\epsilon^\top + (\mathbf{G} \Theta + \mathbf{B})\,\epsilon \epsilon^\top + O(\epsilon^3).
+
+The second term is the signal, of order :math:`\sigma^2`: it vanishes at the best response :math:`-\mathbf{G}^{-1}
+\mathbf{B}`. The first has mean zero, but it holds the whole gradient g of every example, and drowns the signal where
+:math:`\sigma` is small. There are two ways to be rid of it, both with *common random numbers*: all evaluations in a
+step draw the same masks and augmentations.
+
+- The *control variate* subtracts the first term, :math:`\mathbf{J}^\top g\,\epsilon^\top`, itself. The pass that trains
+  :math:`w_0` computes g already. So that pass gets the weights :math:`w_0 + \operatorname{stop}(\Theta \epsilon) -
+  \Theta \epsilon`, which are :math:`w_0` but for their slope in :math:`\Theta`. With the gate that costs no
+  product with a weight.
+- *Antithetic pairs* average over :math:`\epsilon` and :math:`-\epsilon`. All odd terms cancel, at the price of a second
+  perturbed pass.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from typing_extensions import override
+
+from bilevel.problem import Loss, Model, Problem
+from bilevel.response.hypernetwork import Hypernetwork, HypernetworkResponse
+from bilevel.rng import Repeated
+from bilevel.structure import Theta
+
+
+@dataclass(frozen=True, kw_only=True)
+class Centered(Hypernetwork):
+    r"""Settings of the centered STN and the Δ-STN.
+
+    Attributes:
+        antithetic: Train :math:`\Theta` on pairs :math:`\pm\epsilon` with the same random numbers.
+        control: Subtract the gradient of :math:`\Theta` at :math:`\epsilon = 0`, with the same random numbers.
+            By default (None for both) the control is subtracted, except where each example has a perturbation of its
+            own and a weight the structure ``"rowwise"``: there pairs are taken. False for both is the paper's
+            algorithm, with other random numbers in each pass.
+    """
+
+    antithetic: bool | None = None
+    control: bool | None = None
+
+    @override
+    def __post_init__(self) -> None:
+        """Check ``antithetic`` and ``control`` as well."""
+        super().__post_init__()
+        for name, value in (("antithetic", self.antithetic), ("control", self.control)):
+            if value not in (None, True, False):
+                raise ValueError(f"{type(self).__name__}: {name} must be True, False or None, got {value!r}.")
+        if self.antithetic and self.control:
+            raise ValueError(
+                f"{type(self).__name__}: antithetic=True and control=True remove the same noise twice; leave one out."
+            )
+
+
+class CenteredResponse(HypernetworkResponse):
+    r"""The learned :math:`\theta = \{w_0, \Theta\}`, each with an objective of its own."""
+
+    def __init__(self, problem: Problem, settings: Centered) -> None:
+        """Start with no response to the hyperparameters."""
+        super().__init__(problem, settings)
+        two_factors = self.per_example and isinstance(self.theta, Theta) and self.theta.rowwise is not None
+        if settings.control and two_factors:
+            raise ValueError(
+                f"{type(settings).__name__}: control=True does not go with structure='rowwise' where each example has "
+                "a perturbation of its own: take antithetic=True, structure='gate' or perturb='batch'."
+            )
+        undecided = settings.antithetic is None and settings.control is None
+        self.antithetic = two_factors if undecided else bool(settings.antithetic)
+        self.subtracts = not (self.antithetic or two_factors) if settings.control is None else settings.control
+        self.antithetic_outer = self.scale.perturb_outer and (self.antithetic or self.subtracts)
+
+    @abstractmethod
+    def perturbed(self, noise: Tensor) -> Model:
+        r"""The model at :math:`\epsilon` from which :math:`\Theta` learns, with :math:`w_0` frozen.
+
+        Args:
+            noise: Shape ``(h,)`` or ``(B, h)``.
+
+        Returns:
+            What the inner loss sees.
+        """
+
+    @override
+    def inner_loss(self, hyper: Tensor, batch: Any) -> Iterator[Loss]:
+        r"""The unperturbed loss for :math:`w_0`, then the perturbed one or two for :math:`\Theta`."""
+        noise = self.perturbation(batch)
+        again = Repeated(self.problem.device) if self.antithetic or self.subtracts else nullcontext
+        with again():
+            loss = self._unperturbed(hyper, noise, batch)
+        yield loss
+        signs = (1, -1) if self.antithetic else (1,)
+        for sign in signs:
+            shift = sign * noise
+            with again():
+                loss = self.problem.inner_loss(self.perturbed(shift), hyper + shift, batch)
+            yield Loss(loss.value / len(signs), loss.aux)
+
+    def _unperturbed(self, hyper: Tensor, noise: Tensor, batch: Any) -> Loss:
+        if not self.subtracts:
+            return self.problem.inner_loss(self.inner.model(self.inner.params(), update_buffers=True), hyper, batch)
+        # One row of hyperparameters per example, as in the perturbed pass, so that both draw the same numbers.
+        model = self.affine(noise, control=True, update_buffers=True)
+        return self.problem.inner_loss(model, hyper.expand_as(noise).clone(), batch)
+
+    @override
+    def forward(self, hyper: Tensor, train_batch: Any = None, center: Tensor | None = None) -> Model:
+        r"""The model with weights :math:`w_0 + \Theta (\lambda - \lambda_0)`."""
+        return self.affine(hyper - (hyper.detach() if center is None else center))

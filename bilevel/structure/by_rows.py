@@ -1,0 +1,137 @@
+r"""What responses by rows share: one number per row and hyperparameter, :math:`\mathbf{U}`."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from bilevel.responding import Rows
+
+
+class ByRows(nn.Module, ABC):
+    r"""A response :math:`(\mathbf{U} \delta) \odot_{\text{row}} \mathbf{R}`, where :math:`\mathbf{R}` is left open.
+
+    A row is an index of dimension 0: an output unit of a linear layer, an output channel of a convolution, an entry of
+    a bias. :math:`\mathbf{U}` starts at zero, so that nothing responds at first.
+
+    Attributes:
+        names: Of the weights that respond.
+        counts: Their numbers of rows.
+        factor: The matrices :math:`\mathbf{U}` of all weights beside each other, transposed.
+    """
+
+    def __init__(
+        self, params: Mapping[str, Tensor], size: int, *, max_gigabytes: float = math.inf, numbers: int = 0
+    ) -> None:
+        """Allocate the factors of ``params`` and ``size`` hyperparameters, which come with ``numbers`` others.
+
+        Raises:
+            MemoryError: If they take more than ``max_gigabytes``.
+        """
+        super().__init__()
+        self.names = list(params)
+        self.counts = [weight.shape[0] if weight.ndim else 1 for weight in params.values()]
+        self.max_gigabytes = max_gigabytes
+        like, rows = next(iter(params.values())), sum(self.counts)
+        gigabytes = (rows * size + numbers) * like.element_size() / 1e9
+        if gigabytes > max_gigabytes:
+            weights = sum(weight.numel() for weight in params.values())
+            raise MemoryError(
+                f"a response of {rows:,} rows of {weights:,} weights to {size:,} hyperparameters takes {gigabytes:.1f} "
+                f"GB, and its gradient and optimizer as much again; the limit is {max_gigabytes:g} GB. Use an "
+                "implicit or unrolled method, which take any number of hyperparameters, tune fewer of them, let fewer "
+                "weights respond (structure={'name': 'none'}), or raise max_gigabytes of the method."
+            )
+        # One matrix for the rows of all weights, so that one product serves them all. It is transposed, because
+        # products with few hyperparameters are many times faster along its rows.
+        self.factor = nn.Parameter(torch.zeros(size, rows, dtype=like.dtype, device=like.device))
+
+    @abstractmethod
+    def template(self, index: int, weight: Tensor) -> Tensor:
+        r"""The matrix :math:`\mathbf{R}` of a weight.
+
+        Args:
+            index: Of the weight in ``names``.
+            weight: Its present value.
+
+        Returns:
+            A tensor of its shape.
+        """
+
+    @property
+    def factors(self) -> tuple[Tensor, ...]:
+        r"""The matrix :math:`\mathbf{U}` of every weight, a view each."""
+        parts: tuple[Tensor, ...] = self.factor.T.split(self.counts)
+        return parts
+
+    def rows(self, shift: Tensor, weights: Mapping[str, Tensor], *, slope_only: bool = False) -> dict[str, Rows]:
+        r"""The change of the weights for a shift :math:`\delta` of the hyperparameters, not multiplied out.
+
+        Args:
+            shift: Shape ``(h,)``, or ``(B, h)`` with one for each example.
+            weights: Their present values, by name.
+            slope_only: Return factors of zero, :math:`\mathbf{U} \delta - \operatorname{stop}(\mathbf{U} \delta)`.
+
+        Returns:
+            By name of the weight.
+
+        Raises:
+            MemoryError: If they take more memory than allowed.
+        """
+        gigabytes = shift.numel() // len(self.factor) * sum(self.counts) * self.factor.element_size() / 1e9
+        if gigabytes > self.max_gigabytes:
+            raise MemoryError(
+                f"a perturbation for each of {len(shift):,} examples takes {gigabytes:.1f} GB for the "
+                f"{sum(self.counts):,} rows of the weights; the limit is {self.max_gigabytes:g} GB. Give smaller "
+                "batches, pass perturb='batch' to the method, or raise its max_gigabytes."
+            )
+        shift = shift.to(self.factor.dtype)
+        product: Tensor
+        if slope_only:
+            product = _SlopeOnly.apply(shift, self.factor)  # type: ignore[no-untyped-call]
+        else:
+            product = shift @ self.factor
+        scales = product.split(self.counts, dim=-1)
+        return {
+            name: Rows(scale, self.template(index, weights[name]))
+            for index, (name, scale) in enumerate(zip(self.names, scales, strict=True))
+        }
+
+    @override
+    def forward(self, shift: Tensor, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        r"""The change of the weights, :math:`(\mathbf{U} \delta) \odot_{\text{row}} \mathbf{R}`.
+
+        Args:
+            shift: Shape ``(h,)``.
+            weights: Their present values, by name.
+
+        Returns:
+            One tensor per parameter, of its shape.
+        """
+        return {name: rows.change() for name, rows in self.rows(shift, weights).items()}
+
+
+class _SlopeOnly(torch.autograd.Function):
+    """Zero, with the slope of a product in its second factor; the product itself is spared."""
+
+    @staticmethod
+    @override
+    def forward(shift: Tensor, factor: Tensor) -> Tensor:
+        return factor.new_zeros(*shift.shape[:-1], factor.shape[-1])
+
+    @staticmethod
+    @override
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *cotangents: Any) -> tuple[None, Tensor]:
+        (shift,) = ctx.saved_tensors
+        return None, shift.reshape(-1, shift.shape[-1]).T @ cotangents[0].reshape(-1, cotangents[0].shape[-1])
