@@ -19,7 +19,6 @@ for each example through every step.
 from __future__ import annotations
 
 import argparse
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -209,31 +208,27 @@ def report(runs: list[Run]) -> str:
     return "\n".join(lines)
 
 
+@bilevel.plotting.style()
 def draw(runs: list[Run], corrupted: Tensor, path: Path) -> None:
     """Save the weights that each method learned, and all test losses."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
     learned = [run for run in runs if run.name in bilevel.METHODS]
-    rows = math.ceil((len(learned) + 1) / 3)
-    figure, axes = plt.subplots(rows, 3, figsize=(13, 3.2 * rows), layout="constrained", squeeze=False)
+    figure, (*axes, last) = bilevel.plotting.panels(len(learned) + 1, size=(4.0, 3.0), most=3)
     groups = {"right label": ~corrupted, "wrong label": corrupted}
-    for axis, run in zip(axes.flat, learned, strict=False):
-        axis.hist([run.trust[chosen].tolist() for chosen in groups.values()], bins=20, range=(0, 1), label=[*groups])
+    for axis, run in zip(axes, learned, strict=True):
+        shades = bilevel.plotting.shades(bilevel.plotting.color(run.name), 3)
+        values = [run.trust[chosen].tolist() for chosen in groups.values()]
+        axis.hist(values, bins=20, range=(0, 1), label=[*groups], color=[shades[0], shades[2]])
         axis.set(title=run.name, xlabel="learned weight", ylabel="training examples")
-    last, *empty = axes.flat[len(learned) :]
+        axis.legend(loc="upper center")
+    hues = bilevel.plotting.colors(run.name for run in runs)
     for run in runs:
-        style = {"linewidth": 1.4} if run in learned else {"linewidth": 1.0, "linestyle": "--"}
-        last.plot(list(run.curve), list(run.curve.values()), label=run.name, **style)
+        width, dashes = (1.5, "-") if run in learned else (1.2, ":")
+        last.plot(
+            list(run.curve), list(run.curve.values()), dashes, color=hues[run.name], linewidth=width, label=run.name
+        )
     last.set(title="test loss", xlabel="round", ylim=0)
-    last.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-    axes.flat[0].legend(fontsize=8, loc="upper center")
-    for axis in empty:
-        axis.set_axis_off()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    last.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    figure.savefig(path)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -13,9 +13,10 @@ from typing import Any
 
 import numpy as np
 
+import bilevel
 from applications.curves import Curve, average
 from applications.paper import COLUMNS, PAPER, PAPER_ACCURACY, Pair
-from applications.tables import figure_of, markdown, mean_and_deviation, read_csv, shown, write_csv
+from applications.tables import markdown, mean_and_deviation, read_csv, shown, write_csv
 from applications.task import FIXED, SEARCHES
 
 # How a method tunes: every method may have its own numbers. Plain training does not look at them.
@@ -232,33 +233,31 @@ def numbers(table: Table) -> list[dict[str, Any]]:
     return rows
 
 
+@bilevel.plotting.style()
 def draw(table: Table, path: Path) -> None:
     """Draw the best validation loss so far: one row per task, over epochs and over time.
 
     Thin lines are runs; a thick one is their mean, as far as all of them went. Of the fall at the start, only what is
     below one and a half times the worst end is shown.
     """
-    figure, axes = figure_of(len(table), 2)
+    figure, axes = bilevel.plotting.figure(len(table), 2, size=(4.5, 3.2))
     for (row, methods), pair in zip(table.items(), axes, strict=True):
         every = [curve(run, "epoch")[1] for results in methods.values() for run in results]
         lowest, first, worst = min(y[-1] for y in every), max(y[0] for y in every), max(y[-1] for y in every)
         limits = (0.95 * lowest, 1.05 * min(first, 1.5 * worst))
         for axis, column in zip(pair, ("epoch", "seconds"), strict=True):
             for method, results in methods.items():
-                index = [*COLUMNS].index(method) if method in COLUMNS else len(COLUMNS)  # one colour in all rows
-                color, curves = f"C{index % 10}", [curve(run, column) for run in results]
+                color, curves = bilevel.plotting.color(method), [curve(run, column) for run in results]
                 for x, y in curves if len(curves) > 1 else []:
                     axis.step(x, y, where="post", color=color, linewidth=0.5, alpha=0.5)
                 axis.step(*average(curves), where="post", color=color, linewidth=1.8, label=COLUMNS.get(method, method))
-            axis.set(xlabel="epochs" if column == "epoch" else "seconds", yscale="log", ylim=limits)
-            axis.yaxis.set_major_formatter("{x:g}")
-            if limits[1] < 10 * limits[0]:
-                axis.yaxis.set_minor_formatter("{x:g}")
-        pair[0].set_title(row, fontsize=9)
+            axis.set(xlabel="epochs" if column == "epoch" else "seconds", ylim=limits)
+            bilevel.plotting.log_axis(axis, least=1.0)
+        pair[0].set_title(row)
         pair[0].set_ylabel("best validation loss")
-        pair[0].legend(fontsize=7)
+        pair[1].legend()
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path)
 
 
 def curve(result: Result, column: str) -> Curve:

@@ -196,35 +196,30 @@ def report(found: Mapping[str, Tensor], cost: Mapping[str, str]) -> str:
     return "\n".join(lines)
 
 
+@bilevel.plotting.style()
 def draw(found: Mapping[str, Tensor], starts: Mapping[str, Weights], seed: int, path: Path) -> None:
     """Save the errors by steps of adaptation, and how three initialisations adapt to one task."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(1, 4, figsize=(15, 3.6), layout="constrained")
+    figure, axes = bilevel.plotting.panels(4, size=(3.8, 3.2))
+    hues = bilevel.plotting.colors(found)
     for name, error in found.items():
         mean, half = error.mean(1), 1.96 * error.std(1) / math.sqrt(error.shape[1])
         style = "--" if name == "maml_checkpoint" else "-"  # lies on top of maml
-        axes[0].plot(mean, style, label=name, linewidth=1.4)
-        axes[0].fill_between(range(len(mean)), mean - half, mean + half, alpha=0.2)
+        axes[0].plot(mean, style, color=hues[name], label=name)
+        axes[0].fill_between(range(len(mean)), mean - half, mean + half, color=hues[name], alpha=0.2, linewidth=0)
     axes[0].set(title="test error of new tasks", xlabel="steps of adaptation", ylabel="mean squared error", ylim=0)
     support, (x, y) = next(sines(1, 300, seed))
     order = x[0, :, 0].argsort()
     x, y = x[:, order], y[0, order, 0]
     for axis, name in zip(axes[1:], ("maml", "imaml", "joint"), strict=True):
         predictions = adapt(starts[name], support, x, REPORTED[-1])
-        for index, steps in enumerate(REPORTED):
-            color = plt.get_cmap("viridis_r")(index / (len(REPORTED) - 1))
+        for steps, color in zip(REPORTED, bilevel.plotting.spectrum(len(REPORTED)), strict=True):
             axis.plot(x[0, :, 0], predictions[steps][0, :, 0], label=f"{steps} steps", color=color)
         axis.plot(x[0, :, 0], y, "k--", linewidth=1, label="truth")
         axis.plot(support[0][0, :, 0], support[1][0, :, 0], "k.", label="shown points")
         axis.set(title=f"{name}: a new task", xlabel="x", ylim=(-4, 4))
-    axes[0].legend(fontsize=8, loc="center right", bbox_to_anchor=(1, 0.67))
-    axes[3].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1, 1))
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    axes[0].legend()
+    axes[3].legend(loc="upper left", bbox_to_anchor=(1, 1))
+    figure.savefig(path)
 
 
 def main(arguments: list[str] | None = None) -> None:

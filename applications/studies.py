@@ -19,7 +19,7 @@ import torch
 
 import bilevel
 from applications.run import describe, run
-from applications.tables import figure_of, markdown, read_csv, shown, write_csv
+from applications.tables import markdown, read_csv, shown, write_csv
 from applications.task import SEARCHES, Settings, Task
 
 
@@ -155,11 +155,13 @@ def table(outcomes: Sequence[Outcome]) -> str:
     return f"{title}\n\n{markdown(['value', *methods], rows)}"
 
 
+@bilevel.plotting.style()
 def draw_schedules(outcomes: Sequence[Outcome], path: Path) -> None:
     """The input dropout over epochs, a panel for each method, a colour for each initial value."""
     methods = list(dict.fromkeys(outcome.method for outcome in outcomes))
     values = list(dict.fromkeys(outcome.value for outcome in outcomes))
-    figure, axes = figure_of(1, len(methods))
+    hues = dict(zip(values, bilevel.plotting.spectrum(len(values)), strict=True))
+    figure, axes = bilevel.plotting.figure(1, len(methods), size=(4.5, 3.2))
     for axis, method in zip(axes[0], methods, strict=True):
         labels = {value: value for value in values}
         for outcome in outcomes:
@@ -168,42 +170,45 @@ def draw_schedules(outcomes: Sequence[Outcome], path: Path) -> None:
                 rounds = np.array([float(row["round"]) for row in rows])
                 epochs = rounds * outcome.summary["epochs"] / rounds[-1]
                 dropout = [float(row["dropout[0]"]) for row in rows]
-                color, label = f"C{values.index(outcome.value) % 10}", labels.pop(outcome.value, None)
-                axis.plot(epochs, dropout, color=color, linewidth=1, label=label)
-        axis.set_title(method, fontsize=9)
+                label = labels.pop(outcome.value, None)
+                axis.plot(epochs, dropout, color=hues[outcome.value], linewidth=1.2, label=label)
+        axis.set_title(method)
         axis.set_xlabel("epochs")
         axis.set_ylim(0, 0.95)
     axes[0][0].set_ylabel("input dropout")
-    axes[0][0].legend(title="initial value", fontsize=7, title_fontsize=7)
-    figure.savefig(path, dpi=150)
+    axes[0][-1].legend(title="initial value", loc="upper left", bbox_to_anchor=(1, 1))
+    figure.savefig(path)
 
 
+@bilevel.plotting.style()
 def draw_scales(outcomes: Sequence[Outcome], path: Path) -> None:
     """The best validation loss over the scale: points are runs, lines their means."""
-    figure, axes = figure_of(1, 1)
+    figure, axes = bilevel.plotting.figure(1, 1, size=(4.5, 3.2))
     (axis,) = axes[0]
-    for index, method in enumerate(dict.fromkeys(outcome.method for outcome in outcomes)):
+    for method in dict.fromkeys(outcome.method for outcome in outcomes):
         these = [outcome for outcome in outcomes if outcome.method == method and outcome.summary]
         x = sorted({float(outcome.value) for outcome in these})
         means = [np.mean([outcome.loss for outcome in these if float(outcome.value) == value]) for value in x]
-        axis.plot([float(o.value) for o in these], [o.loss for o in these], ".", color=f"C{index}", alpha=0.5)
-        axis.plot(x, means, color=f"C{index}", label=method)
+        color = bilevel.plotting.color(method)
+        axis.plot([float(o.value) for o in these], [o.loss for o in these], "o", color=color, alpha=0.4)
+        axis.plot(x, means, color=color, label=method)
     axis.set_xscale("log")
     ticks = sorted({float(outcome.value) for outcome in outcomes})
     axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks], minor=False)
     axis.set_xticks([], minor=True)
     axis.set_xlabel("perturbation scale")
     axis.set_ylabel("best validation loss")
-    axis.legend(fontsize=7)
-    figure.savefig(path, dpi=150)
+    axis.legend()
+    figure.savefig(path)
 
 
+@bilevel.plotting.style()
 def draw_intervals(outcomes: Sequence[Outcome], path: Path) -> None:
     """A heat map of the best validation loss for each method; what was not tried is empty."""
     methods = list(dict.fromkeys(outcome.method for outcome in outcomes))
     pairs = {outcome.value: _pair(outcome.value) for outcome in outcomes}
     trains, valids = (sorted({pair[axis] for pair in pairs.values()}) for axis in (0, 1))
-    figure, axes = figure_of(1, len(methods))
+    figure, axes = bilevel.plotting.figure(1, len(methods), size=(4.5, 3.2))
     for axis, method in zip(axes[0], methods, strict=True):
         cells = np.full((len(valids), len(trains)), np.nan)
         for value, (train, valid) in pairs.items():
@@ -219,9 +224,9 @@ def draw_intervals(outcomes: Sequence[Outcome], path: Path) -> None:
         axis.set_yticks(range(len(valids)), valids)
         axis.set_xlabel("training steps between (T_train)")
         axis.set_ylabel("outer steps after them (T_valid)")
-        axis.set_title(method, fontsize=9)
+        axis.set_title(method)
         figure.colorbar(image, ax=axis, label="best validation loss")
-    figure.savefig(path, dpi=150)
+    figure.savefig(path)
 
 
 def _initial(value: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What the reports share: CSV files, text tables, figures."""
+"""What the reports share: CSV files and text tables."""
 
 from __future__ import annotations
 
@@ -6,12 +6,9 @@ import csv
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
@@ -62,25 +59,3 @@ def shown(values: Sequence[float], digits: int) -> str:
     """
     mean, deviation = mean_and_deviation(values)
     return f"{mean:.{digits}f}" + ("" if math.isnan(deviation) else f" ± {deviation:.{digits}f}")
-
-
-def figure_of(rows: int, columns: int) -> tuple[Figure, Any]:
-    """An empty figure that no window shows.
-
-    Returns:
-        The figure and its axes, an array of ``rows`` by ``columns``.
-
-    Raises:
-        ImportError: If matplotlib is not installed.
-    """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError("figures need matplotlib: pip install 'bilevel[applications]'.") from error
-    figure = Figure(figsize=(4.5 * columns, 3.2 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots(rows, columns, squeeze=False)
-    for axis in axes.flat:
-        axis.grid(alpha=0.3)
-    return figure, axes

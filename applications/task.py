@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import bilevel
 
-SELF_TUNING = ("stn", "centered_stn", "delta_stn")
+SELF_TUNING = ("stn", "centered_stn", "delta_stn", "delta_stn_paper")
 FIXED = ("fixed", "fixed_noise")
 SEARCHES = ("grid_search", "random_search", "tpe", "gp", "cmaes")
 Loss = Callable[[bilevel.Model, Mapping[str, Tensor], Any], tuple[Tensor, dict[str, Tensor]]]

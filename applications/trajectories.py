@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,42 +158,30 @@ def score(panels: list[Panel]) -> str:
     return "\n".join(lines)
 
 
+@bilevel.plotting.style()
 def draw(panels: list[Panel], path: Path) -> None:
     """Save the hyperparameter by round: the mean over the seeds in λ, a band from the lowest to the highest.
 
     Of runs that diverge, the rounds before.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    columns = min(len(panels), 3)
-    rows = math.ceil(len(panels) / columns)
-    figure, axes = plt.subplots(
-        rows, columns, figsize=(4.4 * columns, 3.2 * rows), layout="constrained", squeeze=False, sharex=True
-    )
-    for axis, panel in zip(axes.flat, panels, strict=False):
+    figure, axes = bilevel.plotting.panels(len(panels), most=3, size=(4.4, 3.2), sharex=True)
+    hues = bilevel.plotting.colors(run.method for panel in panels for run in panel.runs)
+    for axis, panel in zip(axes, panels, strict=True):
         for method in dict.fromkeys(run.method for run in panel.runs):
             values = np.stack([run.values for run in panel.runs if run.method == method])
             values = values[:, ~np.isnan(values).all(0)]
             steps = np.arange(1, values.shape[1] + 1)
             middle = [panel.natural(value) for value in np.nanmean(panel.unconstrained(values), 0)]
-            (line,) = axis.plot(steps, middle, label=method, linewidth=1.3)
+            axis.plot(steps, middle, color=hues[method], label=method)
             lowest, highest = np.nanmin(values, 0), np.nanmax(values, 0)
-            axis.fill_between(steps, lowest, highest, color=line.get_color(), alpha=0.15, linewidth=0)
+            axis.fill_between(steps, lowest, highest, color=hues[method], alpha=0.15, linewidth=0)
         axis.axhline(panel.natural(panel.optimum), color="black", linestyle="--", linewidth=1, label="optimum")
         axis.axhline(panel.natural(panel.limit), color="grey", linestyle=":", linewidth=1, label="limit of delta_stn")
-        axis.set(title=f"{panel.split.name}, split {panel.split.seed}", yscale="log", ylabel=panel.hyper)
-    for index, axis in enumerate(axes.flat[: len(panels)]):
-        if index + columns >= len(panels):  # the lowest of its column
-            axis.set_xlabel("round")
-            axis.tick_params(labelbottom=True)
-    for axis in axes.flat[len(panels) :]:
-        axis.set_axis_off()
-    axes.flat[0].legend(fontsize=7)
-    figure.savefig(path, dpi=100)
-    plt.close(figure)
+        axis.set(title=f"{panel.split.name}, split {panel.split.seed}", ylabel=panel.hyper)
+        bilevel.plotting.log_axis(axis)
+    bilevel.plotting.label_rounds(axes)
+    axes[0].legend()
+    figure.savefig(path)
 
 
 def write_csv(panels: list[Panel], path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from applications.tables import figure_of
+import bilevel
 
 if TYPE_CHECKING:
     import optuna
@@ -90,15 +90,16 @@ def summary_of(trial: Trial) -> dict[str, Any]:
     return {**row, "seconds": round(end - start, 2), **trial.params}
 
 
+@bilevel.plotting.style()
 def draw(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw every row of :func:`history`, and the best so far, over epochs and time."""
     losses = [float(row["validation_loss"]) for row in rows]
-    figure, axes = figure_of(1, 2)
+    figure, axes = bilevel.plotting.figure(1, 2, size=(4.5, 3.2))
     for axis, column in zip(axes[0], ("epoch", "seconds"), strict=True):
         x = [float(row[column]) for row in rows]
-        axis.plot(x, losses, ".", markersize=3, alpha=0.5, label="validation pass")
+        axis.plot(x, losses, "o", markersize=2, alpha=0.4, label="validation pass")
         axis.step(x, np.minimum.accumulate(losses), where="post", label="best so far")
         axis.set_xlabel(f"{column}{'' if column == 'seconds' else 's'} of all trials")
     axes[0][0].set_ylabel("validation loss")
-    axes[0][0].legend(fontsize=7)
-    figure.savefig(path, dpi=150)
+    axes[0][0].legend()
+    figure.savefig(path)

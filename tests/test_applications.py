@@ -1,15 +1,18 @@
 """The applications: tiny runs of the examples, and the facts that they are there to show."""
 
 import importlib
+import math
+from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 
 import pytest
 import torch
 
 import bilevel
-from applications import cleaning, fewshot
+from applications import cleaning, digits_report, fewshot
 from applications import data as datasets
+from applications import digits as demo
 from applications.data.sets import Images
 
 
@@ -196,6 +199,165 @@ def test_fewshot_prints_a_table_and_draws(tmp_path, capsys):
         assert f"\n{name} " in printed
     assert (tmp_path / "fewshot.txt").read_text(encoding="utf-8").strip() in printed
     assert (tmp_path / "fewshot.png").stat().st_size > 10_000
+
+
+def made(name, tests):
+    """Runs of the demo with these test losses, one per seed."""
+    history = bilevel.History()
+    return [digits_report.Run(name, seed, test - 0.1, test, 0.9, 10, history, 2.0) for seed, test in enumerate(tests)]
+
+
+def test_differences_are_paired():
+    """A split that is hard for all adds nothing to the standard error."""
+    runs = made("fixed", [1.0, 5.0, 3.0]) + made("delta_stn", [0.8, 4.7, 2.6])
+    gain, error = digits_report.paired(runs, "delta_stn", "fixed")
+    assert gain == pytest.approx(0.3)
+    assert error == pytest.approx(0.1 / math.sqrt(3))
+    assert digits_report.paired(runs, "fixed", "delta_stn") == pytest.approx((-gain, error))
+
+
+def test_the_table_shows_who_is_better_by_sign():
+    runs = made("fixed", [1.0, 5.0]) + made("random search", [1.1, 5.1]) + made("delta_stn", [0.8, 4.7])
+    costs = {"fixed": 1.0, "random search": 2.5, "delta_stn": 2.26}
+    lines = digits_report.table(runs, costs, "random search").splitlines()
+    assert lines[2].split() == ["fixed", "2.900", "3.000", "90.0%", "1.0", "2.0", "s", "−0.100", "±", "0.000"]
+    assert lines[3].endswith("2.5    2.0 s   +0.100 ± 0.000")
+    assert lines[4].endswith("2.3    2.0 s   −0.250 ± 0.050   −0.350 ± 0.050")
+    assert lines[5] == "Means over 2 seeds; differences within a seed."
+    assert "±" not in digits_report.table([run for run in runs if run.seed == 0], costs, "random search")[100:]
+
+
+def test_the_verdict_says_who_wins_and_who_loses():
+    ours, rest = made("delta_stn", [0.8, 0.7, 0.8]), made("fixed", [1.0, 1.0, 1.0])
+    others = ["fixed", "random search"]
+    worse, better, same = (
+        made("random search", tests) for tests in ([1.2, 1.3, 1.2], [0.5, 0.4, 0.5], [0.7, 0.8, 0.9])
+    )
+    say = partial(digits_report.verdict, method="delta_stn", others=others)
+    assert say([*rest, *worse, *ours]) == (
+        "Verdict, test loss: delta_stn beats fixed by 0.233 ± 0.033 and random search by 0.467 ± 0.067."
+    )
+    assert say([*rest, *better, *ours]) == (
+        "Verdict, test loss: delta_stn beats fixed by 0.233 ± 0.033; it loses to random search by 0.300 ± 0.000. "
+        "The lowest mean is that of random search."
+    )
+    assert "cannot be told apart from random search (better by 0.033 ± 0.067)." in say([*rest, *same, *ours])
+    assert say([*made("fixed", [0.5]), *better[:1], *made("delta_stn", [0.8])]) == (
+        "Verdict, test loss: delta_stn loses to fixed by 0.300 and random search by 0.300. "
+        "The lowest mean is that of fixed."
+    )
+
+
+def test_lists_have_commas():
+    assert [digits_report.listed("abc"[:count]) for count in (1, 2, 3)] == ["a", "a and b", "a, b and c"]
+
+
+def test_methods_of_the_demo_share_split_and_start(monkeypatch):
+    pytest.importorskip("sklearn")
+    seen = []
+
+    def record(*arguments, seed, **options):
+        net, data = [value for value in arguments if not isinstance(value, str)][:2]
+        seen.append([*net.state_dict().values(), *data["train"].tensors, *data["valid"].tensors, *data["test"].tensors])
+
+    for name in ("tune", "train", "search"):
+        monkeypatch.setattr(demo, name, record)
+    for seed in (0, 1):
+        for method in demo.METHODS:
+            demo.run(method, seed, 1, "cpu")
+    first, second = seen[: len(demo.METHODS)], seen[len(demo.METHODS) :]
+    for one in first:
+        assert all(map(torch.equal, one, first[0]))
+    for one in second:
+        assert all(map(torch.equal, one, second[0]))
+    assert not any(map(torch.equal, first[0], second[0]))
+
+
+def test_digits_are_rare_in_training_only():
+    datasets = pytest.importorskip("sklearn.datasets")
+    data = demo.load(torch.device("cpu"), 0)
+    images = {name: {tuple((16 * x).tolist()) for x in part.tensors[0]} for name, part in data.items()}
+    assert data["train"].tensors[1].bincount().tolist() == demo.COUNTS == [90, 65, 47, 34, 24, 17, 13, 9, 6, 5]
+    assert [len(data[name]) for name in ("valid", "test")] == [400, 497]
+    for name in ("valid", "test"):
+        assert data[name].tensors[1].bincount().min() > 0.05 * len(data[name])
+        assert not images[name] & images["train"]
+    truth = {tuple(image): label for image, label in zip(*datasets.load_digits(return_X_y=True), strict=True)}
+    assert all(truth[tuple((16 * x).tolist())] == int(y) for part in data.values() for x, y in part)
+
+
+def test_the_training_loss_of_the_demo_weighs_classes_and_the_validation_loss_does_not():
+    net = demo.start(torch.device("cpu"), 0)
+    model = bilevel.Model(dict(net.named_parameters()), net)
+    batch = torch.rand(6, 64), torch.arange(6)
+    hyper = {"weights": torch.arange(10.0), "decay": torch.tensor(0.1)}
+    each = torch.nn.functional.cross_entropy(net(batch[0]), batch[1], reduction="none")
+    penalty = 0.1 * sum(layer.weight.square().sum() for layer in net.layers)
+    torch.testing.assert_close(demo.train_loss(model, hyper, batch), each * torch.arange(6.0) + penalty)
+    torch.testing.assert_close(demo.valid_loss(model, hyper, batch), each.mean())
+
+
+def test_random_search_starts_at_the_start_and_keeps_the_best_trial(monkeypatch):
+    pytest.importorskip("sklearn")
+    losses = [0.7, 0.5, 0.6, 0.9, 0.8, 0.55, 0.4] + [1.0] * 4
+    drawn = []
+
+    def train(net, data, hyper, *, name, rounds, seed):
+        drawn.append(torch.cat([hyper["weights"], hyper["decay"][None]]))
+        return replace(made(name, [0.0])[0], valid=losses[len(drawn) - 1], test=float(len(drawn)), best=rounds)
+
+    monkeypatch.setattr(demo, "train", train)
+    short, long = demo.search(demo.MLP(), {}, rounds=20, seed=0)
+    assert (short.name, short.valid, short.test, short.seconds) == ("random search", 0.5, 2.0, 12.0)
+    assert (long.name, long.valid, long.test, long.seconds) == ("long random search", 0.4, 7.0, 22.0)
+    assert short.best == 10, "half the length"
+    torch.testing.assert_close(drawn[0], torch.tensor([1.0] * 10 + [1e-5]))
+    others = torch.stack(drawn[1:])
+    assert others.unique().numel() == others.numel()
+    weights, decays = others.split([10, 1], 1)
+    assert 0.2 <= weights.min() < 0.3 and 4 < weights.max() <= 5
+    assert 1e-6 <= decays.min() < decays.max() <= 1e-1
+
+
+def test_random_search_gets_the_compute_of_delta_stn():
+    pytest.importorskip("sklearn")
+    costs = demo.costs()
+    assert [*costs] == [*demo.METHODS]
+    assert 0.8 * costs["random search"] < costs["delta_stn"] <= costs["random search"]
+
+
+def test_labels_of_lines_do_not_overlap():
+    ends = [(1.0, "a", "", False), (0.0, "b", "", False), (1.05, "c", "", True)]
+    places = digits_report.spread(ends, 0.2)
+    assert [high - low for low, high in pairwise(places)] == pytest.approx([1.0, 0.2])
+    assert sum(places) == pytest.approx(2.05), "as far up as down"
+
+
+def test_the_demo_prints_a_table_and_draws(tmp_path, capsys):
+    pytest.importorskip("sklearn")
+    pytest.importorskip("matplotlib")
+    demo.main(["--rounds", "2", "--seeds", "2", "--workers", "1", "--quiet", "--device", "cpu", "--out", str(tmp_path)])
+    printed = capsys.readouterr().out
+    for name in demo.METHODS:
+        assert f"\n{name} " in printed
+    assert "\nVerdict, test loss: delta_stn " in printed
+    assert (tmp_path / "digits.txt").read_text(encoding="utf-8").strip() in printed
+    assert (tmp_path / "digits.png").stat().st_size > 10_000
+
+
+def test_processes_do_not_change_the_results_of_the_demo():
+    pytest.importorskip("sklearn")
+    alone, shared = (demo.run_all([0], 1, device="cpu", workers=workers, quiet=True) for workers in (1, 2))
+    assert [run.name for run in alone] == [*demo.METHODS]
+    for one, other in zip(alone, shared, strict=True):
+        assert replace(one, history=None, seconds=0) == replace(other, history=None, seconds=0)
+
+
+@pytest.mark.parametrize("option", ["--rounds", "--seeds", "--workers"])
+def test_the_demo_refuses_zero(option, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        demo.main([option, "0"])
+    assert f"{option} must be at least 1, got 0." in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("application", [cleaning, fewshot], ids=["cleaning", "fewshot"])
