@@ -27,7 +27,14 @@ from torch.utils.flop_counter import FlopCounterMode
 import bilevel
 
 INNER_STEPS = 5
-METHODS = {"stn": bilevel.STN, "centered_stn": bilevel.CenteredSTN, "delta_stn": bilevel.DeltaSTN}
+METHODS = {
+    "stn": bilevel.STN(),
+    "centered_stn": bilevel.CenteredSTN(),
+    "delta_stn": bilevel.DeltaSTN(),
+    "  pairs": bilevel.DeltaSTN(antithetic=True),
+    "  paper": bilevel.DeltaSTN(structure="rowwise", control=False),
+    "  rows, pairs": bilevel.DeltaSTN(structure="rowwise", antithetic=True),
+}
 
 
 def mlp(width: int = 1200) -> nn.Module:
@@ -85,8 +92,7 @@ class Task:
         hyper = {"noise": bilevel.positive([0.1] * self.hyperparameters)}
         sgd = lambda params: torch.optim.SGD(params, lr=1e-3)  # noqa: E731
         problem = bilevel.Problem(self.net, inner_loss=inner, outer_loss=outer, hyper=hyper)
-        settings = METHODS[method](structure="rowwise", perturb="example")
-        solver = bilevel.Solver(problem, method=settings, inner_optimizer=sgd, compile=compile)
+        solver = bilevel.Solver(problem, method=METHODS[method], inner_optimizer=sgd, compile=compile)
 
         def run() -> None:
             for batch in self.batches[:INNER_STEPS]:
@@ -180,16 +186,15 @@ def _row(curve: list[tuple[int, float]], name: str) -> str:
     return "   ".join(f"{name} {size}: {value:.2f}" for size, value in curve)
 
 
+@bilevel.plotting.style()
 def draw(curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
     """One panel per curve."""
-    import matplotlib.pyplot as plt
-
-    figure, panels = plt.subplots(1, 3, figsize=(10, 3), layout="constrained")
+    figure, panels = bilevel.plotting.panels(3)
     titles = {"hyperparameters": "time, h = 1 is 1", "batch": "FLOPs, plain is 1", "width": "FLOPs, plain is 1"}
     for panel, (name, curve) in zip(panels, curves.items(), strict=True):
-        panel.plot(*zip(*curve, strict=True), marker="o")
+        panel.plot(*zip(*curve, strict=True), marker="o", **bilevel.plotting.line("delta_stn"))
         panel.set(xscale="log", xlabel=name, ylabel=titles[name], ylim=(0, None))
-    figure.savefig(path, dpi=150)
+    figure.savefig(path)
 
 
 def main() -> None:
