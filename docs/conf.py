@@ -24,7 +24,7 @@ exclude_patterns = ["_build"]
 nitpicky = True
 # Types of other projects: linking to their pages would need the network.
 nitpick_ignore = [("py:class", "bilevel.structure.respond.R")]  # a type variable
-nitpick_ignore_regex = [("py:.*", r"(abc|collections|contextlib|pathlib|numpy|torch|Tensor|Path|Figure)(\..*)?")]
+nitpick_ignore_regex = [("py:.*", r"(abc|collections|contextlib|pathlib|numpy|torch|Tensor|Path|Figure|Axes)(\..*)?")]
 
 autoclass_content = "both"
 autodoc_member_order = "bysource"
