@@ -296,6 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=600, help="rounds of 5 inner steps and 1 outer step")
     parser.add_argument("--seeds", type=int, default=5, help="runs per method, each with its own split and weights")
+    parser.add_argument("--first-seed", type=int, default=FIRST_SEED, help="the others follow (default: %(default)s)")
     parser.add_argument("--workers", type=int, help="processes of one thread each (default: 2 on a CPU, otherwise 1)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda if there is one)")
     parser.add_argument("--out", type=Path, default=Path("runs/digits"), help="folder for digits.png and digits.txt")
@@ -314,7 +315,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     if device == "cpu":
         torch.set_num_threads(1)  # the fastest for matrices this small
-    seeds = range(FIRST_SEED, FIRST_SEED + options.seeds)
+    seeds = range(options.first_seed, options.first_seed + options.seeds)
     runs = run_all(seeds, options.rounds, device=device, workers=workers, quiet=options.quiet)
     text = f"{table(runs, costs(), 'random search')}\n\n{verdict(runs, 'delta_stn', ['fixed', *SEARCHES])}"
     options.out.mkdir(parents=True, exist_ok=True)
