@@ -9,6 +9,9 @@ from torch import Tensor
 
 from bilevel.functional.examples import align
 
+SELU_LIMIT = -1.7580993408473766
+"""What SELU tends to on the left, minus its scale times its alpha."""
+
 
 def dropout(x: Tensor, rate: Tensor | float, *, shared_dims: int | Sequence[int] = (), training: bool = True) -> Tensor:
     r"""Zero each entry with probability ``rate`` and scale the others by :math:`1 / (1 - rate)`.
@@ -30,12 +33,46 @@ def dropout(x: Tensor, rate: Tensor | float, *, shared_dims: int | Sequence[int]
         >>> dropout(torch.ones(3), 0.0)
         tensor([1., 1., 1.])
     """
-    if not training:
-        return x
-    shape = list(x.shape)
-    for dim in (shared_dims,) if isinstance(shared_dims, int) else shared_dims:
-        shape[dim] = 1
-    return x * _mask(shape, align("dropout: rate", rate, x), x)
+    return drop(x, align("dropout: rate", rate, x), shared_dims) if training else x
+
+
+def alpha_dropout(
+    x: Tensor, rate: Tensor | float, *, shared_dims: int | Sequence[int] = (), training: bool = True
+) -> Tensor:
+    r"""Dropout that keeps mean zero and variance one, for networks with SELU (Klambauer et al., 2017).
+
+    A dropped entry becomes :math:`\alpha' \approx -1.758`, the limit of SELU on the left; then all are scaled by
+    :math:`a = ((1 - p)(1 + p \alpha'^2))^{-1/2}` and shifted by :math:`-a \alpha' p`. The rate :math:`p` is detached,
+    as for :func:`dropout`.
+
+    Args:
+        x: Any tensor.
+        rate: In [0, 1); as for :func:`dropout`.
+        shared_dims: As for :func:`dropout`.
+        training: Return ``x`` unchanged if false.
+
+    Returns:
+        A tensor like ``x``.
+
+    Example:
+        >>> alpha_dropout(torch.ones(3), 0.0)
+        tensor([1., 1., 1.])
+    """
+    return alpha_drop(x, align("alpha_dropout: rate", rate, x), shared_dims) if training else x
+
+
+def drop(x: Tensor, rate: Tensor, shared_dims: int | Sequence[int] = ()) -> Tensor:
+    """:func:`dropout` with a rate that broadcasts to ``x`` already."""
+    return x * _mask(_mask_shape(x, shared_dims), rate, x)
+
+
+def alpha_drop(x: Tensor, rate: Tensor, shared_dims: int | Sequence[int] = ()) -> Tensor:
+    """:func:`alpha_dropout` with a rate that broadcasts to ``x`` already."""
+    p = rate.detach().to(torch.promote_types(x.dtype, torch.float32))
+    p = p.clamp_max(1 - torch.finfo(p.dtype).eps)
+    keep = torch.rand(_mask_shape(x, shared_dims), dtype=p.dtype, device=x.device) >= p
+    scale = ((1 - p) * (1 + p * SELU_LIMIT**2)).rsqrt()
+    return x * (keep * scale).to(x.dtype) + (scale * SELU_LIMIT * ((~keep).to(p.dtype) - p)).to(x.dtype)
 
 
 def embedding_dropout(
@@ -114,6 +151,13 @@ def gaussian_noise(x: Tensor, scale: Tensor | float, *, training: bool = True) -
     if not training:
         return x
     return x + align("gaussian_noise: scale", scale, x).to(x.dtype) * torch.randn_like(x)
+
+
+def _mask_shape(x: Tensor, shared_dims: int | Sequence[int]) -> list[int]:
+    shape = list(x.shape)
+    for dim in (shared_dims,) if isinstance(shared_dims, int) else shared_dims:
+        shape[dim] = 1
+    return shape
 
 
 def _mask(shape: Sequence[int], rate: Tensor, like: Tensor) -> Tensor:

@@ -1,0 +1,129 @@
+"""Functions of PyTorch that drop something, each with a rate that is a tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bilevel.dropouts.attention import attend, multi_head_attention
+from bilevel.functional.noise import alpha_drop, drop
+
+
+class Call(NamedTuple):
+    """A call of such a function.
+
+    Attributes:
+        rate: That the network gave it.
+        active: Whether it drops, as in training.
+        explicit: Whether a rate of zero was meant as one, and is not the default of an argument.
+        run: The same with another rate: a scalar, or one value per example.
+    """
+
+    rate: float
+    active: bool
+    explicit: bool
+    run: Callable[[Tensor], Any]
+
+
+def spread(rate: Tensor, x: Tensor) -> Tensor:
+    """One rate per example, wherever an activation has its examples.
+
+    Args:
+        rate: A scalar; or shape ``(B,)``.
+        x: Has the examples in dimension 0, alone or followed by something else, ``(B * T, ...)``; or in dimension 1.
+
+    Returns:
+        The rate, so that it broadcasts to ``x``.
+
+    Raises:
+        ValueError: If the examples are in neither.
+
+    Example:
+        >>> rate = torch.tensor([0.0, 1.0])
+        >>> spread(rate, torch.ones(4, 1)).flatten(), spread(rate, torch.ones(3, 2)).shape
+        (tensor([0., 0., 1., 1.]), torch.Size([1, 2]))
+    """
+    count = len(rate) if rate.ndim else 0
+    ones = [1] * (x.ndim - 1)
+    if not count:
+        return rate
+    if x.shape[:1] == (count,):
+        return rate.reshape(-1, *ones)
+    if x.shape[1:2] == (count,):
+        return rate.reshape(1, -1, *ones[1:])
+    if x.ndim and len(x) % count == 0:
+        return rate.repeat_interleave(len(x) // count).reshape(-1, *ones)
+    raise ValueError(
+        f"dropout of a tensor of shape {tuple(x.shape)}, where neither of the first two dimensions counts the {count} "
+        "examples: its rate cannot differ from example to example. Tune one rate for the batch, with "
+        "bilevel.dropout_rates(net, shared=True); or pass perturb='batch' to the method."
+    )
+
+
+def _plain(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Call:
+    return Call(p, training, True, partial(_run, drop, input, (), inplace))
+
+
+def _alpha(input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> Call:
+    return Call(p, training, True, partial(_run, alpha_drop, input, (), inplace))
+
+
+def _features(batched: int, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Call:
+    """Whole channels: an input of fewer dimensions than ``batched`` is one example."""
+    first = 2 if input.ndim >= batched else 1
+    return Call(p, training, True, partial(_run, drop, input, range(first, input.ndim), inplace))
+
+
+def _alpha_features(input: Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> Call:
+    return Call(p, training, True, partial(_run, alpha_drop, input, range(2, input.ndim), inplace))
+
+
+def _run(function: Any, x: Tensor, shared_dims: Sequence[int], inplace: bool, rate: Tensor) -> Tensor:
+    if len(shared_dims) == x.ndim - 1 and x.ndim > 1 and rate.ndim and x.shape[:1] != rate.shape:
+        raise ValueError(
+            f"dropout of the channels of one example, of shape {tuple(x.shape)}, in a batch of {len(rate)}: its rate "
+            "cannot differ from example to example. Use bilevel.dropout_rates(net, shared=True)."
+        )
+    result: Tensor = function(x, spread(rate, x), shared_dims)
+    return x.copy_(result) if inplace else result
+
+
+def _scaled_dot_product(*args: Any, **kwargs: Any) -> Call:
+    rate = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+    return Call(rate, rate > 0, False, lambda rate: attend(partial(_drop, rate), *args, **kwargs))
+
+
+def _multi_head(*args: Any, **kwargs: Any) -> Call:
+    rate = args[10] if len(args) > 10 else kwargs["dropout_p"]
+    training = args[13] if len(args) > 13 else kwargs.get("training", True)
+    return Call(rate, training, False, lambda rate: multi_head_attention(partial(_drop, rate), *args, **kwargs))
+
+
+def _drop(rate: Tensor, shares: Tensor) -> Tensor:
+    return drop(shares, spread(rate, shares))
+
+
+CALLS: dict[Any, Callable[..., Call]] = {
+    F.dropout: _plain,
+    F.alpha_dropout: _alpha,
+    F.dropout1d: partial(_features, 3),
+    F.dropout2d: partial(_features, 3),  # three dimensions are examples, channels and one more, as PyTorch takes them
+    F.dropout3d: partial(_features, 5),
+    F.feature_alpha_dropout: _alpha_features,
+    torch.dropout: lambda input, p, train: _plain(input, p, train),
+    torch.dropout_: lambda input, p, train: _plain(input, p, train, True),
+    torch.alpha_dropout: lambda input, p, train: _alpha(input, p, train),
+    torch.alpha_dropout_: lambda input, p, train: _alpha(input, p, train, True),
+    torch.feature_dropout: lambda input, p, train: _features(2, input, p, train),
+    torch.feature_dropout_: lambda input, p, train: _features(2, input, p, train, True),
+    torch.feature_alpha_dropout: lambda input, p, train: _alpha_features(input, p, train),
+    torch.feature_alpha_dropout_: lambda input, p, train: _alpha_features(input, p, train, True),
+    F.scaled_dot_product_attention: _scaled_dot_product,
+    F.multi_head_attention_forward: _multi_head,
+}
+"""How to read the arguments of each function."""
