@@ -34,6 +34,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import tasks as suite
 import torch
+import variants
 from torch import Tensor, nn
 
 import bilevel
@@ -48,7 +49,7 @@ def rmsprop(lr: float) -> suite.Factory:
     return partial(torch.optim.RMSprop, lr=lr)
 
 
-def travel(distance: float, beta: float = 0.999) -> Callable[[int], suite.Factory]:
+def travel(distance: float, beta: float = 0.99) -> Callable[[int], suite.Factory]:
     """Makes Adam from the number of rounds: learning rate times rounds is ``distance``, within [0.003, 0.2]."""
     return lambda rounds: partial(torch.optim.Adam, lr=min(0.2, max(0.003, distance / rounds)), betas=(0.9, beta))
 
@@ -58,43 +59,50 @@ def travel(distance: float, beta: float = 0.999) -> Callable[[int], suite.Factor
 #   warmup       a share of the rounds;
 #   valid_batch  a factor for the batch of an outer step;
 #   travel       an outer optimizer that depends on the number of rounds;
-#   ramp         the share of the rounds until the outer learning rate has grown to its full size.
-BASE: Config = {"travel": travel(20), "warmup": 0.05}
+#   schedule     from the share of the rounds that are over to a factor of the outer learning rate;
+#   order        weights and response are updated one after the other, on the same batch: whose optimizer is first.
+# All but the last five differ from the default in one thing, or in two.
+PLAN = {"travel": travel(20), "warmup": 0.1}
 DELTA = bilevel.DeltaSTN
 CONFIGS: dict[str, Config] = {
     "default": {},
-    "base": BASE,
     # The outer learning rate and the warm-up.
-    "rmsprop_0.01": {"outer_optimizer": rmsprop(0.01), "warmup": 0.0},
-    "adam_0.03": BASE | {"travel": lambda rounds: suite.adam(0.03)},
-    "adam_0.1": BASE | {"travel": lambda rounds: suite.adam(0.1)},
-    **{f"travel_{distance}": BASE | {"travel": travel(distance)} for distance in (10, 40)},
-    **{f"warm_{share:g}": BASE | {"warmup": share} for share in (0.0, 0.1, 0.2)},
-    "travel_40_warm_0.1": {"travel": travel(40), "warmup": 0.1},
-    "ramp": BASE | {"ramp": 0.3},
-    "beta_0.99": BASE | {"travel": travel(20, 0.99)},
-    "beta_0.99_ramp": BASE | {"travel": travel(20, 0.99), "ramp": 0.3},
-    # Noise: the outer batch, the scale, the response and its optimizer, inner steps per outer step.
-    "valid_x4": BASE | {"valid_batch": 4},
-    "scale_0.5": BASE | {"method": lambda: DELTA(scale=0.5)},
-    "entropy": BASE | {"method": lambda: DELTA(entropy=1e-3)},
-    "response_3e-3": BASE | {"response_optimizer": suite.adam(3e-3)},
-    "response_1e-2": BASE | {"response_optimizer": suite.adam(1e-2)},
-    "inner_2": BASE | {"inner_steps": 2},
-    "inner_10": BASE | {"inner_steps": 10},
+    **{f"travel_{distance}": PLAN | {"travel": travel(distance)} for distance in (10, 40)},
+    "beta_0.999": PLAN | {"travel": travel(20, 0.999)},
+    **{f"warm_{share:g}": PLAN | {"warmup": share} for share in (0.0, 0.2)},
+    "ramp": PLAN | {"schedule": lambda share: min(1.0, share / 0.3)},
+    "constant": PLAN | {"schedule": lambda share: 1.0},
+    "cosine": PLAN | {"schedule": lambda share: 0.5 + 0.5 * math.cos(math.pi * share)},
+    "cosine_late": PLAN | {"schedule": lambda share: 0.5 + 0.5 * math.cos(math.pi * max(0.0, 2 * share - 1))},
+    # Noise: the outer batch, the scale, averages of Θ, its optimizer, the order of updates, inner steps.
+    "valid_x4": {"valid_batch": 4},
+    "scale_0.5": {"method": lambda: DELTA(scale=0.5)},
+    "entropy": {"method": lambda: DELTA(entropy=1e-3)},
+    "averaged": {"method": lambda: variants.Averaged(decay=0.98)},
+    "response_1e-2": {"response_optimizer": suite.adam(1e-2)},
+    "response_sgd": {"response_optimizer": partial(torch.optim.SGD, lr=1e-2, momentum=0.9)},
+    "weights_first": {"order": "inner_optimizer"},
+    "response_first": {"order": "response_optimizer"},
+    "inner_2": {"inner_steps": 2},
+    "inner_10": {"inner_steps": 10},
     # How the response is learned.
-    "pairs": BASE | {"method": lambda: DELTA(antithetic=True)},
-    "plain_gate": BASE | {"method": lambda: DELTA(control=False)},
-    "rows_pairs": BASE | {"method": lambda: DELTA(structure="rowwise")},
-    "rows_plain": BASE | {"method": lambda: DELTA(structure="rowwise", control=False)},
+    "pairs": {"method": lambda: DELTA(antithetic=True)},
+    "plain_gate": {"method": lambda: DELTA(control=False)},
+    "rows_pairs": {"method": lambda: DELTA(structure="rowwise")},
+    "per_batch": {"method": lambda: DELTA(perturb="batch")},
+    # Two things at once.
+    "valid_x4_pairs": {"valid_batch": 4, "method": lambda: DELTA(antithetic=True)},
+    "inner_2_pairs": {"inner_steps": 2, "method": lambda: DELTA(antithetic=True)},
+    # Other methods, and the paper's settings.
+    "rmsprop_0.01": {"outer_optimizer": rmsprop(0.01), "warmup": 0.0},
     "paper": {
         "method": lambda: DELTA(structure="rowwise", control=False, entropy=1e-3),
         "outer_optimizer": rmsprop(0.01),
         "warmup": 0.0,
     },
-    "stn": BASE | {"method": lambda: bilevel.STN(structure="gate")},
-    "stn_rows": BASE | {"method": lambda: bilevel.STN(structure="rowwise")},
-    "centered_stn": BASE | {"method": "centered_stn"},
+    "stn_gate": {"method": lambda: bilevel.STN(structure="gate")},
+    "stn": {"method": "stn"},
+    "centered_stn": {"method": "centered_stn"},
 }
 # Plain training: trials with other hyperparameters, and the length of each. A run of Δ-STN takes 2.4 times the FLOPs of
 # one such run, and on these small networks about 4.5 times its time: random_4 is closer to equal time.
@@ -197,14 +205,15 @@ def run_config(name: str, task: suite.Task, seed: int) -> dict[str, Any]:
         options["method"] = method()
     if "travel" in options:
         options["outer_optimizer"] = options.pop("travel")(rounds)
-    if "ramp" in options:
-        share = options.pop("ramp")
+    if "schedule" in options:
+        factor = options.pop("schedule")
         options["outer_scheduler"] = lambda optimizer: torch.optim.lr_scheduler.LambdaLR(
-            optimizer, lambda done: min(1.0, (done + 1) / (share * rounds))
+            optimizer, lambda done: factor(min(1.0, (done + 1) / rounds))
         )
     if "warmup" in options:
         options["warmup"] = round(options["warmup"] * rounds)
     valid = task.valid.larger(options.pop("valid_batch", 1))
+    train: Any = task.train
     settings = {
         "inner_optimizer": task.inner_optimizer,
         "steps": rounds,
@@ -212,8 +221,15 @@ def run_config(name: str, task: suite.Task, seed: int) -> dict[str, Any]:
         "progress": False,
         "seed": seed,
     }
+    if "order" in options:
+        made = task.inner_optimizer or suite.adam(1e-3)
+        first = options.pop("order")
+        for name in ("inner_optimizer", "response_optimizer"):
+            options[name] = variants.in_turn(made, int(name != first))
+        options["inner_steps"] = 2 * inner_steps
+        train = variants.Twice(task.train)
     try:
-        solution = bilevel.solve(task.problem, task.train, valid, **(settings | options))
+        solution = bilevel.solve(task.problem, train, valid, **(settings | options))
     except bilevel.DivergenceError as error:
         assert error.solution is not None
         solution = error.solution
@@ -240,10 +256,10 @@ def plain_numbers(values: Mapping[str, Tensor]) -> dict[str, Any]:
     return {name: rounded(value.tolist()) for name, value in values.items()}
 
 
-def digest() -> str:
-    """Of the sources of the library and of the tasks, so that a report can tell results of different code apart."""
-    here = Path(__file__).resolve().parent
-    files = [*sorted(Path(bilevel.__file__).parent.rglob("*.py")), here / "tasks.py"]
+def digest(*, plain: bool = False) -> str:
+    """Of the sources of the tasks, and of the library unless training is plain; a report tells code apart by it."""
+    here, library = Path(__file__).resolve().parent, Path(bilevel.__file__).parent
+    files = [*(() if plain else sorted(library.rglob("*.py"))), here / "tasks.py"]
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:8]
 
 
@@ -262,10 +278,10 @@ def run(config: str, name: str, seed: int, roots: suite.Roots) -> dict[str, Any]
     except Exception:
         return key | {"error": traceback.format_exc()}
     seconds, cpu = time.perf_counter() - started, time.process_time() - used
-    return key | {"seconds": round(seconds, 2), "cpu": round(cpu, 2), "code": CODE} | result
+    return key | {"seconds": round(seconds, 2), "cpu": round(cpu, 2), "code": CODE[config in PLAIN]} | result
 
 
-CODE = digest()
+CODE = digest(), digest(plain=True)
 
 
 def sweep(jobs: list[tuple[str, str, int]], out: Path, workers: int, roots: suite.Roots) -> int:
@@ -349,7 +365,7 @@ def report(rows: list[dict[str, Any]], score: str) -> str:
     wanted = {task: set(logs["fixed"][task]) for task in names}
     whole = [c for c, of in logs.items() if all(wanted[task] <= set(of.get(task, ())) for task in names)]
     excess = relative(logs, names, wanted, whole)
-    codes = sorted({row["code"] for row in rows})
+    codes = sorted({row["code"] for row in rows if row["config"] not in PLAIN})
     lines = [EXPLANATION.format(floor=FLOOR, cap=CAP, reference=REFERENCE)]
     lines.append(f"Losses: {score}. Tasks: {len(names)}; seeds: {min(map(len, wanted.values()))} or more.")
     if len(codes) > 1:

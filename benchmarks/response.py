@@ -32,15 +32,14 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import variants
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import bilevel
 from bilevel.checks.statistics import FixedStatistics
-from bilevel.problem import Loss, Model, Problem, Variables
-from bilevel.response.centered import Centered, CenteredResponse
+from bilevel.problem import Model, Problem, Variables
 from bilevel.response.curvature import GaussNewton
-from bilevel.rng import Repeated
 
 SCALES = (0.1, 0.3, 1.0)
 BATCH = 20
@@ -50,51 +49,6 @@ ADAM = partial(torch.optim.Adam, lr=LEARNING_RATE)
 Batch = tuple[Tensor, Tensor]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Thrifty(Centered):
-    """Δ-STN with pairs that cost no more than a single perturbed pass.
-
-    Attributes:
-        share: Of the examples of a batch that get pairs.
-        every: Θ learns only in one of so many steps.
-    """
-
-    share: float = 1.0
-    every: int = 1
-
-    def bind(self, problem: Problem) -> ThriftyResponse:
-        """A response that starts with zero slopes."""
-        return ThriftyResponse(problem, self)
-
-
-class ThriftyResponse(CenteredResponse):
-    """Pairs on some examples or in some steps."""
-
-    pure = False
-
-    def __init__(self, problem: Problem, settings: Thrifty) -> None:
-        """Count the steps."""
-        super().__init__(problem, settings)
-        self.share, self.every, self.count = settings.share, settings.every, 0
-
-    def perturbed(self, noise: Tensor) -> Model:
-        """The model with linearised predictions."""
-        return self.affine(noise, freeze_weights=True, linearized=True)
-
-    def inner_loss(self, hyper: Tensor, batch: Any) -> Iterator[Loss]:
-        """The unperturbed loss for all examples, then a pair for some of them."""
-        yield self.problem.inner_loss(self.inner.model(self.inner.params(), update_buffers=True), hyper, batch)
-        self.count += 1
-        if self.count % self.every:
-            return
-        part = tuple(value[: round(self.share * len(value))] for value in batch)
-        noise, again = self.perturbation(part), Repeated(self.problem.device)
-        for shift in (noise, -noise):
-            with again():
-                loss = self.problem.inner_loss(self.perturbed(shift), hyper + shift, part)
-            yield Loss(loss.value / 2, loss.aux)
-
-
 Curves = dict[str, dict[float, float]]
 QUICK = ("mlp", "classifier")
 FACTORS = ("classifier", "transformer")
@@ -102,12 +56,15 @@ DEFAULT = "gate + control (default)"
 VARIANTS: dict[str, tuple[str, Callable[..., bilevel.Method]]] = {
     "delta, paper": ("rowwise", partial(bilevel.DeltaSTN, structure="rowwise", control=False)),
     "rows + pairs": ("rowwise", partial(bilevel.DeltaSTN, structure="rowwise", antithetic=True)),
-    "rows + pairs, half of examples": ("rowwise", partial(Thrifty, structure="rowwise", antithetic=True, share=0.5)),
+    "rows + pairs, half of examples": (
+        "rowwise",
+        partial(variants.Thrifty, structure="rowwise", antithetic=True, share=0.5),
+    ),
     "gate, plain": ("gate", partial(bilevel.DeltaSTN, control=False)),
     DEFAULT: ("gate", bilevel.DeltaSTN),
     "gate + pairs": ("gate", partial(bilevel.DeltaSTN, antithetic=True)),
-    "gate + pairs, half of examples": ("gate", partial(Thrifty, antithetic=True, share=0.5)),
-    "gate + pairs, every 2nd step": ("gate", partial(Thrifty, antithetic=True, every=2)),
+    "gate + pairs, half of examples": ("gate", partial(variants.Thrifty, antithetic=True, share=0.5)),
+    "gate + pairs, every 2nd step": ("gate", partial(variants.Thrifty, antithetic=True, every=2)),
     "gate + control, per batch": ("gate", partial(bilevel.DeltaSTN, perturb="batch")),
     "dense + control": ("dense", partial(bilevel.DeltaSTN, structure="dense")),
     "centered_stn": ("gate", bilevel.CenteredSTN),
