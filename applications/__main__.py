@@ -12,7 +12,7 @@ from typing import Any
 import bilevel
 from applications import images, language, linear
 from applications.run import choose_device, run
-from applications.task import SEARCHES, Task
+from applications.task import SEARCHES, Task, preset_for
 
 TASKS: dict[str, Task] = {task.name: task for task in (*images.TASKS, *language.TASKS)}
 
@@ -219,11 +219,9 @@ def add_download(commands: Any) -> None:
 def run_task(options: argparse.Namespace) -> None:
     """Run a task with a method."""
     task: Task = options.task
-    preset = options.preset
-    if f"{preset}_{options.method}" in task.presets:
-        preset = f"{preset}_{options.method}"
+    preset, settings = preset_for(task, options.preset, options.method)
+    if preset != options.preset:
         print(f"--preset {preset}: --method {options.method} has settings of its own.", flush=True)
-    settings = task.presets[preset]
     names = [field.name for field in dataclasses.fields(settings)]
     given = {name: vars(options)[name] for name in names if vars(options)[name] is not None}
     none = {name: None for name, value in given.items() if value == "none"}

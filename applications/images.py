@@ -21,7 +21,7 @@ import bilevel
 from applications import data as datasets
 from applications.augment import augment
 from applications.models import MLP, VGG16, AlexNet, ResNet18, SimpleCNN
-from applications.task import Batches, Experiment, Settings, Task, initial, option, starting
+from applications.task import Batches, Experiment, Settings, Task, initial, option, outer_optimizer, starting
 
 AUGMENTATIONS: Mapping[str, tuple[float, float]] = {
     "translation": (0.0, 0.5),
@@ -114,7 +114,7 @@ class ImageTask(Task):
             test=batches(images.test_x, images.test_y, EVALUATION_BATCH, shuffle=False),
             solve={
                 "inner_optimizer": partial(torch.optim.SGD, lr=settings.learning_rate, momentum=settings.momentum),
-                "outer_optimizer": partial(torch.optim.RMSprop, lr=settings.outer_learning_rate),
+                "outer_optimizer": outer_optimizer(torch.optim.RMSprop, settings),
                 "inner_scheduler": schedule,
             },
             search={"dropout": SEARCHED_DROPOUT, **self._ranges},

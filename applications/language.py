@@ -33,7 +33,7 @@ from torch import Tensor
 import bilevel
 from applications import data as datasets
 from applications.language_model import PADDING, RATES, LanguageModel, Memory, Reading, Streams
-from applications.task import Experiment, Settings, Task, initial, option, starting
+from applications.task import Experiment, Settings, Task, initial, option, outer_optimizer, starting
 
 SHARED = ("drop_connect", "ar", "tar")
 RANGES = dict.fromkeys(RATES, (0.0, 0.95)) | dict.fromkeys(("ar", "tar"), (0.0, 4.0))
@@ -52,7 +52,7 @@ class LanguageSettings(Settings):
     length: int = option(70, "tokens of a stream in a batch, through which gradients go back", least=1)
     width: int = option(650, "units of a layer, and dimensions of a word", least=1)
     layers: int = option(2, "of LSTM", least=1)
-    warmup: int = option(10, "epochs in which the hyperparameters do not move", least=0)
+    warmup: int | None = option(10, "epochs in which no hyperparameter moves; none: as in bilevel.solve", least=0)
     inner_steps: int = option(2, "training steps between outer steps (T_train)", least=1)
     learning_rate: float = option(30.0, "of the weights and of their response, at the start", above=0)
     response_learning_rate: float | None = option(
@@ -117,7 +117,7 @@ class LanguageTask(Task):
             solve={
                 "inner_optimizer": partial(torch.optim.SGD, lr=settings.learning_rate),
                 "response_optimizer": None if response_rate is None else partial(torch.optim.SGD, lr=response_rate),
-                "outer_optimizer": partial(torch.optim.Adam, lr=settings.outer_learning_rate),
+                "outer_optimizer": outer_optimizer(torch.optim.Adam, settings),
                 # PyTorch's patience is the number of epochs that may pass without consequence.
                 "inner_scheduler": partial(
                     torch.optim.lr_scheduler.ReduceLROnPlateau,

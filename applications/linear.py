@@ -45,13 +45,14 @@ INNER_STEPS = 10
 METHODS: dict[str, bilevel.Method] = {
     "stn": bilevel.STN(scale=SCALE, structure="dense"),
     "reparam_stn": bilevel.CenteredSTN(scale=SCALE, structure="dense", objective="stn"),
-    "centered_stn": bilevel.CenteredSTN(scale=SCALE, structure="dense"),
-    "delta_stn": bilevel.DeltaSTN(scale=SCALE, structure="dense"),
+    "centered_stn": bilevel.CenteredSTN(scale=SCALE, structure="dense", control=False),
+    "delta_stn_paper": bilevel.DeltaSTN(scale=SCALE, structure="dense", control=False),
+    "delta_stn": bilevel.DeltaSTN(structure="dense"),
     # The curvature of many layers has only as many directions as there are features: damped, and stopped in time.
     "implicit_cg": bilevel.Implicit(bilevel.CG(max_steps=50, damping=1e-6), curvature="gauss_newton"),
     "unrolled": bilevel.Unrolled(steps=INNER_STEPS),
 }
-COMPARED = ("stn", "centered_stn", "delta_stn", "implicit_cg", "unrolled")
+COMPARED = ("stn", "centered_stn", "delta_stn_paper", "delta_stn", "implicit_cg", "unrolled")
 DECOUPLED = ("stn", "reparam_stn", "centered_stn")
 DIFFERENTIATING = ("implicit_cg", "unrolled")
 LOST = 10.0  # a run has diverged if it ends so many times worse than the prediction 0
@@ -79,6 +80,14 @@ def tune(
     train, valid = ([torch.from_numpy(part).to(device) for part in parts] for parts in (split.train, split.valid))
     # The Hessian of ten examples is not that of the training loss, so that implicit methods see all of them.
     size = len(train[0]) if method == "implicit_cg" else batch_size or (10 if split.small else 100)
+    decay = partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=rounds)
+    options: dict[str, Any] = {}
+    if method != "delta_stn":  # which leaves all this to bilevel.solve
+        options = {
+            "warmup": 100 // INNER_STEPS,
+            "response_optimizer": partial(torch.optim.SGD, lr=response_lr),
+            "outer_optimizer": partial(torch.optim.RMSprop, lr=0.03),
+        }
     try:
         solution = bilevel.solve(
             stated,
@@ -86,16 +95,14 @@ def tune(
             Batches(valid, len(valid[0]), shuffle=False),
             method=METHODS[method],
             inner_steps=0 if method == "unrolled" else INNER_STEPS,
-            warmup=100 // INNER_STEPS,
             steps=rounds,
-            inner_optimizer=lambda params: torch.optim.SGD(params, lr=inner_lr),
-            response_optimizer=lambda params: torch.optim.SGD(params, lr=response_lr),
-            outer_optimizer=lambda params: torch.optim.RMSprop(params, lr=0.03),
-            inner_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, rounds),
-            outer_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, rounds),
+            inner_optimizer=partial(torch.optim.SGD, lr=inner_lr),
+            inner_scheduler=decay,
+            outer_scheduler=decay,
             evaluate_every=rounds,
             progress=False,
             seed=seed,
+            **options,
         )
     except bilevel.DivergenceError as error:
         assert error.solution is not None

@@ -8,11 +8,10 @@ import json
 import math
 import os
 import platform
-import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,9 @@ import torch
 import bilevel
 from applications.fixed import Fixed
 from applications.task import FIXED, SELF_TUNING, Experiment, Settings, Task
+
+LARGEST_JSON = 16 * 2**20
+"""Of settings, summary and environment, in bytes."""
 
 
 def run(
@@ -193,10 +195,12 @@ def method_of(name: str, settings: Settings) -> bilevel.Method:
     return method
 
 
-def warmup_rounds(method: str, settings: Settings, batches: int) -> int:
-    """Rounds in which the hyperparameters stay: all there can be, for a method that does not tune."""
+def warmup_rounds(method: str, settings: Settings, batches: int) -> int | None:
+    """Rounds in which the hyperparameters stay: all there can be, for a method that does not tune; None: as usual."""
     if method in FIXED:
         return sys.maxsize
+    if settings.warmup is None:
+        return None
     return math.ceil(settings.warmup * batches / settings.inner_steps) if method in SELF_TUNING else 0
 
 
@@ -258,7 +262,7 @@ def describe(
 def finished(out: Path, described: Mapping[str, Any], files: Iterable[str]) -> dict[str, Any] | None:
     """The summary of a run that is over and has all its files, if it is the one that is described."""
     try:
-        summary: dict[str, Any] = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+        summary = read_json(out / "summary.json")
     except (OSError, ValueError):
         return None
     same = all(summary.get(key) == value for key, value in json.loads(json.dumps(described)).items())
@@ -277,7 +281,7 @@ def claim(out: Path, described: dict[str, Any]) -> None:
     plain = json.loads(json.dumps(described))
     # Another process of the same search may be writing: a file that is there before the settings are read is not its.
     names = {entry.name for entry in out.iterdir() if entry.suffix != ".part"}
-    before = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    before = read_json(path) if path.exists() else {}
     differs = [key for key in plain if _without_epochs(before.get(key)) != _without_epochs(plain[key])]
     if not names <= {"settings.json", "split.json"} and not before:
         raise ValueError(f"--out {out} is not empty, but holds no settings.json of a run. Choose another folder.")
@@ -299,7 +303,10 @@ def prolong(out: Path, described: dict[str, Any], epochs_per_round: float) -> No
         ValueError: If it has made more.
     """
     path, history = out / "settings.json", out / "history.csv"
-    asked, before = described["settings"]["epochs"], json.loads(path.read_text(encoding="utf-8"))["settings"]["epochs"]
+    asked, settings = described["settings"]["epochs"], read_json(path).get("settings")
+    before = settings.get("epochs") if isinstance(settings, dict) else None
+    if not isinstance(before, int | float):
+        raise ValueError(f"{path} has no number of epochs: it is damaged or of another version. Choose another --out.")
     made = 0
     if history.exists() and (out / "checkpoint.pt").exists():
         with history.open(newline="", encoding="utf-8") as file:
@@ -332,6 +339,27 @@ def choose_device(name: str) -> torch.device:
         raise ValueError(f"--device {name} cannot be used: {reason}. Try --device cpu, or leave it out.") from None
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Returns:
+        The object.
+
+    Raises:
+        ValueError: If it holds anything else, or is larger than such a file can be.
+    """
+    remedy = "Remove it, or choose another --out."
+    if path.stat().st_size > LARGEST_JSON:
+        raise ValueError(f"{path} is damaged: it has {path.stat().st_size} bytes. {remedy}")
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged ({type(error).__name__}). {remedy}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is damaged: it holds no JSON object. {remedy}")
+    return content
+
+
 def write(path: Path, content: dict[str, Any]) -> None:
     """Write JSON in one piece."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")  # processes of one search share a folder
@@ -344,7 +372,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     accelerator = torch.cuda.get_device_name(device) if device.type == "cuda" else None
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "command": without_passwords(f"python -m applications {shlex.join(sys.argv[1:])}"),
+        "command": f"python -m applications {shlex.join(without_storage(sys.argv[1:]))}",
         "bilevel": bilevel.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -354,17 +382,31 @@ def environment(device: torch.device) -> dict[str, Any]:
     }
 
 
-def without_passwords(text: str) -> str:
-    """Hide what stands between user and host in the URL of a database, or after ``password=``."""
-    return re.sub(r"(password=)[^&\s]+", r"\1***", re.sub(r"(://[^:/@\s]*):\S+@", r"\1:***@", text))
+def without_storage(arguments: Sequence[str]) -> list[str]:
+    """Leave out what ``--storage`` names, in any spelling that the parser takes: it may hold a password."""
+    kept: list[str] = []
+    hide = False
+    for argument in arguments:
+        flag, equals, _ = argument.partition("=")
+        storage = len(flag) > len("--s") and "--storage".startswith(flag)
+        if storage:
+            kept += ["--storage", "..."]
+        elif not hide:
+            kept.append(argument)
+        hide = storage and not equals
+    return kept
 
 
 def note_environment(path: Path, device: torch.device) -> None:
     """Write where and when a run began; one that goes on keeps that, and adds to the list ``continued``."""
     now = environment(device)
     if path.exists():
-        first = json.loads(path.read_text(encoding="utf-8"))
-        now = {**first, "continued": [*first.get("continued", []), now]}
+        try:
+            first = read_json(path)
+            before = first.get("continued", [])
+            now = {**first, "continued": [*(before if isinstance(before, list) else []), now]}
+        except ValueError as error:  # it is for the reader only, and must not keep a run from going on
+            print(f"warning: {error} It is written anew.", flush=True)
     write(path, now)
 
 

@@ -13,6 +13,7 @@ import math
 import os
 import shutil
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 import bilevel
-from applications.run import claim, describe, measure, note_environment, train, without_passwords, write
+from applications.run import claim, describe, measure, note_environment, train, write
 from applications.suggest import (
     PRUNERS,
     Axis,
@@ -47,6 +48,10 @@ except ImportError as error:
     raise ImportError("searches need Optuna: pip install 'bilevel[applications]'.") from error
 
 DEFAULT_TRIALS = 20
+HEARTBEAT = 20
+"""Seconds between signs of life of a trial; after three without one it is taken up by another process."""
+RETRIES = 5
+"""How often a trial is taken up again."""
 COUNTED = (TrialState.COMPLETE, TrialState.PRUNED)
 NEEDS = {"cmaes": "cmaes", "gp": "scipy"}
 
@@ -179,12 +184,42 @@ def open_study(storage: str, **options: Any) -> optuna.Study:
     pauses = [0.3, 1.0, 3.0]
     while True:
         try:
-            return optuna.create_study(storage=storage, direction="minimize", load_if_exists=True, **options)
+            return optuna.create_study(
+                storage=with_heartbeat(storage), direction="minimize", load_if_exists=True, **options
+            )
         except (SQLAlchemyError, StorageInternalError) as error:
             # Two processes that create the tables of a new database at once are in each other's way, but once only.
             if not pauses or isinstance(error, ArgumentError):
-                raise ValueError(without_passwords(f"--storage {storage} cannot be opened: {error}")) from None
+                # Neither the address nor the message of the driver is shown: they may hold a password.
+                raise ValueError(
+                    f"--storage cannot be opened ({type(error).__name__}): check address, server and rights."
+                ) from None
             time.sleep(pauses.pop(0))
+
+
+def with_heartbeat(storage: str) -> Any:
+    """A database that notices when a process has ended without a word: another one takes its trial up again.
+
+    Optuna offers that for relational databases only; the trial of a process that was killed stays RUNNING in others.
+
+    Args:
+        storage: As Optuna writes it.
+
+    Returns:
+        The storage, or the address as it is where there is no heartbeat.
+    """
+    if storage.startswith(("redis://", "journal://")):
+        return storage
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        retry = vars(optuna.storages).get("RetryHeartbeatStaleTrialCallback")  # its name from version 4.9 on
+        retry = retry or optuna.storages.RetryFailedTrialCallback
+        return optuna.storages.RDBStorage(
+            storage,
+            heartbeat_interval=HEARTBEAT,
+            grace_period=3 * HEARTBEAT,
+            failed_trial_callback=retry(max_retry=RETRIES),
+        )
 
 
 def run_trial(

@@ -20,7 +20,7 @@ import torch
 import bilevel
 from applications.run import describe, run
 from applications.tables import markdown, read_csv, shown, write_csv
-from applications.task import SEARCHES, Settings, Task
+from applications.task import SEARCHES, Settings, Task, as_usual
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ def run_study(
                 folder = out / f"{task.name}-{method}-{value}-{seed}"
                 if progress is not False:
                     print(f"{study.name}: {method}, {value}, seed {seed}", flush=True)
-                these = dataclasses.replace(settings, **changed)
+                these = dataclasses.replace(as_usual(settings, method), **changed)
                 summary = _run(
                     task, method, these, out=folder, data=data, seed=seed, device=device, init=init, progress=progress
                 )
@@ -264,8 +264,8 @@ STUDIES = {
             summary="how much does the perturbation scale matter?",
             description="Train with perturbation scales (--values) that stay fixed. The figure shows the best "
             "validation loss over the scale: the flatter, the more robust (fig:sensiv2).",
-            tasks=("fashion", "alexnet"),
-            methods=("stn", "delta_stn"),
+            tasks=("fashion", "mnist", "alexnet"),
+            methods=("stn", "delta_stn_paper", "delta_stn"),
             values=("0.1", "0.3", "1", "3"),
             change=_scale,
             draw=draw_scales,

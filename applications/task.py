@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,11 +37,13 @@ class Settings:
 
     epochs: int = option(100, "passes over the training data", least=1)
     batch_size: int = option(128, "examples per batch", least=1)
-    warmup: int = option(5, "epochs in which the hyperparameters do not move", least=0)
+    warmup: int | None = option(5, "epochs in which no hyperparameter moves; none: as in bilevel.solve", least=0)
     inner_steps: int = option(5, "training steps between outer steps (T_train)", least=1)
     outer_steps: int = option(1, "outer steps after them (T_valid)", least=1)
     learning_rate: float = option(0.01, "of the weights and of their response", above=0)
-    outer_learning_rate: float = option(0.01, "of the hyperparameters and of their scale", above=0)
+    outer_learning_rate: float | None = option(
+        0.01, "of the hyperparameters and of their scale; none: the optimizer of bilevel.solve", above=0
+    )
     scale: float = option(1.0, "standard deviation of the perturbation, at the start", least=0)
     entropy: float | None = option(
         None, "weight of the entropy with which the scale is learned; none keeps it fixed", least=0
@@ -60,6 +63,33 @@ class Settings:
                 raise ValueError(f"{flag} must be above {above}, got {value}.")
             if below is not None and not value < below:
                 raise ValueError(f"{flag} must be below {below}, got {value}.")
+
+
+def preset_for(task: Task, preset: str, method: str) -> tuple[str, Settings]:
+    """The settings with which a method is run, unless told otherwise.
+
+    Returns:
+        The name of the preset, which may be one of the method's own, and the settings.
+    """
+    preset = f"{preset}_{method}" if f"{preset}_{method}" in task.presets else preset
+    return preset, as_usual(task.presets[preset], method)
+
+
+def as_usual(settings: Settings, method: str) -> Settings:
+    """Leave to ``bilevel.solve`` what Δ-STN does not take from the paper; ``delta_stn_paper`` and others take all.
+
+    Returns:
+        Settings without warm-up, outer learning rate and entropy for ``delta_stn``, otherwise those that were given.
+    """
+    if method != "delta_stn":
+        return settings
+    return replace(settings, warmup=None, outer_learning_rate=None, entropy=None)
+
+
+def outer_optimizer(kind: Callable[..., torch.optim.Optimizer], settings: Settings) -> Any:
+    """Makes the optimizer of the hyperparameters; None leaves it to ``bilevel.solve``."""
+    rate = settings.outer_learning_rate
+    return None if rate is None else partial(kind, lr=rate)
 
 
 def initial(init: Mapping[str, Any], name: str, default: float, count: int = 1) -> Any:

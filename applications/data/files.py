@@ -20,6 +20,8 @@ from pathlib import Path
 
 Stream = io.BufferedReader | gzip.GzipFile
 # What a packed file that is cut off or changed may raise.
+LARGEST = 64 * 2**20
+"""No official file has more bytes, unpacked."""
 UNPACKING_ERRORS = (gzip.BadGzipFile, EOFError, zlib.error, tarfile.TarError)
 
 
@@ -62,9 +64,11 @@ class Files:
             raise FileNotFoundError(self.missing(part, root))
         try:
             with open_content(path) as file:
-                content = file.read()
+                content = file.read(LARGEST + 1)
         except UNPACKING_ERRORS as error:
             raise self.damaged(part, root, path, f"it cannot be unpacked ({error})") from error
+        if len(content) > LARGEST:
+            raise self.damaged(part, root, path, f"it has more than {LARGEST} bytes")
         self.check(part, root, path, hashed(self.parts[part], content))
         return path, content
 

@@ -69,7 +69,7 @@ def read(path: Path, wanted: dict[str, Any], sizes: tuple[int, int]) -> tuple[Te
         valid, train = saved["valid"], saved["train"]
         train = sorted({*range(count)} - {*valid}) if train is None else train
         whole = all(type(row) is int and 0 <= row < count for row in (*train, *valid))
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"{path} is not a saved split ({error!r}); delete it to draw the split again.") from error
     if found != wanted:
         raise ValueError(f"{path} holds the split for {found}, but {wanted} is asked for; choose another --out.")

@@ -48,10 +48,10 @@ def test_rows_are_tasks_and_columns_are_methods(tmp_path):
     assert mnist["STN"] == "0.0500 (**0.0360**)"
     assert cells(report, "fashion")["STN"] == "0.3000 (0.4000)"
     assert cells(report, "fashion")["Δ-STN"] == ""
-    assert cells(report, "paper, tab:classification")["Δ-STN"] == "**0.040** (**0.038**)"
+    assert cells(report, "paper, tab:classification")["Δ-STN (paper)"] == "**0.040** (**0.038**)"
     assert cells(report, "paper, tab:classification")["RS"] == "0.043 (0.042)"
     assert [column for column in mnist if column in COLUMNS.values()] == [
-        *("RS", "BO (GP)", "STN", "Centered STN", "Δ-STN")
+        *("RS", "BO (GP)", "STN", "Centered STN", "Δ-STN (paper)", "Δ-STN")
     ]
 
 
@@ -296,4 +296,4 @@ def test_the_paper_numbers_are_those_of_the_paper():
     for source, pairs in PAPER.values():
         if source == "tab:classification":
             for column in (0, 1):
-                assert min(pair[column] for pair in pairs.values()) == pairs["delta_stn"][column]
+                assert min(pair[column] for pair in pairs.values()) == pairs["delta_stn_paper"][column]

@@ -82,7 +82,7 @@ def test_a_run_leaves_its_files(tmp_path):
     pytest.importorskip("matplotlib")
     summary = tiny_run("mnist", "delta_stn", tmp_path, plots=True)
     names = {"settings.json", "environment.json", "history.csv", "summary.json", "schedules.png", "best.pt"}
-    assert {path.name for path in tmp_path.iterdir()} == names | {"checkpoint.pt", "split.json"}
+    assert {path.name for path in tmp_path.iterdir()} == names | {"checkpoint.pt", "checkpoint.pt.jsonl", "split.json"}
     assert summary["task"] == "mnist"
     assert summary["settings"]["width"] == 8
     assert torch.__version__ == json.loads((tmp_path / "environment.json").read_text(encoding="utf-8"))["torch"]
@@ -289,7 +289,8 @@ def test_fewer_epochs_than_were_made_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"--epochs 2: the run in .* has made 3 already"):
         tiny_run("mnist", "fixed", tmp_path, epochs=2)
     assert (tmp_path / "settings.json").read_bytes() == before
-    (tmp_path / "checkpoint.pt").unlink()  # then there is nothing to go on from
+    for path in tmp_path.glob("checkpoint.pt*"):
+        path.unlink()  # then there is nothing to go on from
     assert tiny_run("mnist", "fixed", tmp_path, epochs=2)["epochs"] == 2
 
 
@@ -399,7 +400,7 @@ def test_a_download_without_a_network_ends_with_one_line(tmp_path, monkeypatch):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize(("words", "entropy"), [(["--method=stn"], 1e-3), (["--method=delta_stn"], 1e-4)])
+@pytest.mark.parametrize(("words", "entropy"), [(["--method=stn"], 1e-3), (["--method=delta_stn_paper"], 1e-4)])
 @pytest.mark.parametrize("preset", ["paper", "quick"])
 def test_an_stn_takes_the_preset_that_it_has(preset, words, entropy, tmp_path, monkeypatch, capsys):
     made = []
@@ -451,23 +452,32 @@ def test_a_comparison_draws_a_figure_beside_the_runs(tmp_path, capsys):
     assert (tmp_path / "table.png").exists()
 
 
-@pytest.mark.parametrize(
-    "url",
-    [
-        "postgresql://me:SECRET@host/db",
-        "mysql+pymysql://:SECRET@host:99/db?a=b",
-        "mysql://me:p@SECRET@host/db",
-        "postgresql://host/db?user=me&password=SECRET",
-    ],
-)
-def test_passwords_are_not_written_down(url, tmp_path, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["x", "mnist", "--storage", url, "--out", "a folder"])
+URLS = [
+    "postgresql://me:SECRET@host/db",
+    "mysql+pymysql://:SECRET@host:99/db?a=b",
+    "mysql://me:p@SECRET@host/db",
+    "postgresql://host/db?user=me&password=SECRET",
+    "postgresql://host/db?passwd=SECRET",
+    "postgresql:///db?sslpassword=SECRET",
+    "redis://SECRET@host",
+    "me:SECRET@host",
+    "SECRET",
+    "postgresql://me:SE CRET SECRET@host/db",
+]
+FORMS = [
+    lambda url: ["--storage", url],
+    lambda url: [f"--storage={url}"],
+    lambda url: ["--st", url],
+    lambda url: [f"--stor={url}"],
+]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("url", URLS)
+def test_the_storage_is_not_written_down(url, form, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["x", "mnist", "--seed", "1", *form(url), "--out", "a folder"])
     found = running.environment(torch.device("cpu"))["command"]
-    assert "SECRET" not in found
-    assert found.endswith("--out 'a folder'")
-    assert running.without_passwords("sqlite:///runs/study.db and postgresql://host/db") == (
-        "sqlite:///runs/study.db and postgresql://host/db"
-    )
+    assert found == "python -m applications mnist --seed 1 --storage ... --out 'a folder'"
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
@@ -498,3 +508,20 @@ def test_help_of_every_command(capsys):
     printed = capsys.readouterr().out
     assert "--storage URL" in printed
     assert "does the schedule depend on where it starts?" in printed
+
+
+def test_delta_stn_leaves_to_solve_what_it_does_not_take_from_the_paper(tmp_path, monkeypatch):
+    """The paper's algorithm has the paper's warm-up, RMSprop and entropy; Δ-STN those of ``solve``."""
+    made = []
+    monkeypatch.setattr(bilevel, "solve", lambda *arguments, **options: made.append(options) or 1 / 0)
+    for method in ("delta_stn", "delta_stn_paper", "stn"):
+        with pytest.raises(ZeroDivisionError):
+            command("mnist", f"--method={method}", "--out", tmp_path / method, "--quiet")
+    with pytest.raises(ZeroDivisionError):
+        command("mnist", "--outer-learning-rate=0.3", "--warmup=0", "--out", tmp_path / "own", "--quiet")
+    new, paper, stn, own = made
+    assert (new["outer_optimizer"], new["warmup"], new["method"].entropy) == (None, None, None)
+    assert paper["outer_optimizer"].func is torch.optim.RMSprop
+    assert paper["warmup"] == stn["warmup"] > 0
+    assert paper["method"] == bilevel.DeltaSTN.paper()
+    assert (own["outer_optimizer"].keywords["lr"], own["warmup"]) == (0.3, 0)

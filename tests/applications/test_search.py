@@ -289,8 +289,9 @@ def test_processes_that_create_the_database_at_once_do_not_fail(tmp_path, monkey
 def test_a_storage_that_is_none(tmp_path, monkeypatch):
     monkeypatch.setattr(module.time, "sleep", lambda seconds: None)
     for url in ("nonsense", f"sqlite:///{tmp_path}/nowhere/study.db"):
-        with pytest.raises(ValueError, match=f"--storage {url} cannot be opened"):
+        with pytest.raises(ValueError, match="--storage cannot be opened") as caught:
             find(tmp_path / "out", storage=url)
+        assert url not in str(caught.value)
 
 
 def test_trials_suggest_different_points_and_the_seed_decides_which(tmp_path):
