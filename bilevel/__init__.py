@@ -1,7 +1,9 @@
 """Bilevel optimization in PyTorch: write two losses, call :func:`solve`, swap the method by one argument."""
 
-from bilevel import functional, nn, plotting, structure
+from bilevel import functional, nn, plotting, report, structure
+from bilevel.checkpoint import CheckpointError, CheckpointWarning
 from bilevel.diagnostics import Comparison, Diagnose, Diagnosis, diagnose
+from bilevel.dropouts import dropout_rates, dropout_rule
 from bilevel.functional import l1, l2
 from bilevel.history import History
 from bilevel.hyper import Hyper, integer, interval, positive, real
@@ -19,7 +21,7 @@ from bilevel.linear_solvers import (
 from bilevel.loop import Best, Round, Solution, TuningWarning, solve
 from bilevel.problem import Loss, Model, Problem
 from bilevel.response import METHODS, STN, BestResponse, CenteredSTN, DeltaSTN, Implicit, Method, Unrolled
-from bilevel.solver import DivergenceError, OuterStep, Solver
+from bilevel.solver import DivergenceError, NotFiniteWarning, OuterStep, Solver
 from bilevel.testing import Report, check_method
 
 __version__ = "0.1.0"
@@ -32,6 +34,8 @@ __all__ = [
     "Best",
     "BestResponse",
     "CenteredSTN",
+    "CheckpointError",
+    "CheckpointWarning",
     "Comparison",
     "ConvergenceWarning",
     "DeltaSTN",
@@ -49,6 +53,7 @@ __all__ = [
     "Method",
     "Model",
     "Neumann",
+    "NotFiniteWarning",
     "Nystrom",
     "OuterStep",
     "Problem",
@@ -60,6 +65,8 @@ __all__ = [
     "Unrolled",
     "check_method",
     "diagnose",
+    "dropout_rates",
+    "dropout_rule",
     "functional",
     "integer",
     "interval",
@@ -69,6 +76,7 @@ __all__ = [
     "plotting",
     "positive",
     "real",
+    "report",
     "solve",
     "structure",
 ]

@@ -91,14 +91,14 @@ def test_the_time_of_the_first_part_counts(tmp_path, monkeypatch):
     np.testing.assert_allclose(seconds, np.arange(len(seconds)) * 86400, rtol=0, atol=3600)
 
 
-def test_an_interrupt_keeps_the_last_validation_pass(tmp_path):
+def test_an_interrupt_between_rounds_keeps_the_last_round(tmp_path):
     def interrupt(event):
         if event.index == 7:
             raise KeyboardInterrupt
 
     stopped = solve(tmp_path / "run.pt", callbacks=[interrupt])
     assert stopped.stopped == "interrupted"
-    assert load(tmp_path / "run.pt")["rounds"] == 6
+    assert load(tmp_path / "run.pt")["rounds"] == 7
     assert rows(solve(tmp_path / "run.pt")) == rows(solve())
 
 
@@ -127,13 +127,13 @@ def test_epochs_and_patience_count_on(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"inner_steps": 2}, "inner_steps=3"),
-        ({"outer_steps": 2}, "outer_steps=1"),
-        ({"accumulate": 2}, "accumulate=1"),
-        ({"warmup": 0}, "warmup=2"),
-        ({"evaluate_every": 5}, "evaluate_every=2"),
+        ({"inner_steps": 2}, "inner_steps was 3, this call has 2"),
+        ({"outer_steps": 2}, "outer_steps was 1"),
+        ({"accumulate": 2}, "accumulate was 1"),
+        ({"warmup": 0}, "warmup was 2"),
+        ({"evaluate_every": 5}, "evaluate_every was 2"),
         ({"method": "stn"}, "method"),
-        ({"inner_optimizer": torch.optim.Adam}, "optimizers"),
+        ({"inner_optimizer": torch.optim.Adam}, "inner_optimizer: class was SGD, this call has Adam"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(tmp_path, changes, message):
@@ -142,20 +142,12 @@ def test_a_checkpoint_of_another_run_is_refused(tmp_path, changes, message):
         solve(tmp_path / "run.pt", **changes)
 
 
-def test_a_shorter_loader_is_refused(tmp_path):
+def test_other_data_are_refused_and_taken_over_as_asked(tmp_path, monkeypatch):
     solve(tmp_path / "run.pt", steps=4)  # 12 batches, 2 in the third pass
-    with pytest.raises(ValueError, match="batch 2 of train, which has only 1"):
-        bilevel.solve(
-            problem(),
-            DataLoader(loader(1).dataset, batch_size=45),
-            loader(2),
-            method=bilevel.DeltaSTN(entropy=1e-2),
-            checkpoint=tmp_path / "run.pt",
-            inner_steps=3,
-            warmup=2,
-            evaluate_every=2,
-            outer_optimizer=partial(torch.optim.RMSprop, lr=0.05),
-        )
+    monkeypatch.setattr(f"{__name__}.loader", lambda seed, real=loader: DataLoader(real(seed).dataset, batch_size=45))
+    with pytest.raises(bilevel.CheckpointError, match="train: the first batch of pass 3 is another one"):
+        solve(tmp_path / "run.pt")
+    assert len(solve(tmp_path / "run.pt", resume="override").history) == 13
 
 
 def test_a_damaged_or_foreign_file_is_refused(tmp_path):
@@ -179,7 +171,9 @@ def test_a_damaged_or_foreign_file_is_refused(tmp_path):
 def test_writing_fails_without_a_loss(tmp_path, monkeypatch):
     path = tmp_path / "new" / "run.pt"
     save(path, {"a": 1})
-    monkeypatch.setattr("bilevel.checkpoint.os.fsync", lambda descriptor: (_ for _ in ()).throw(OSError("disk full")))
+    monkeypatch.setattr(
+        "bilevel.checkpoint.file.os.fsync", lambda descriptor: (_ for _ in ()).throw(OSError("disk full"))
+    )
     with pytest.raises(OSError, match="disk full"):
         save(path, {"a": 2})
     assert load(path) == {"a": 1}
@@ -188,6 +182,6 @@ def test_writing_fails_without_a_loss(tmp_path, monkeypatch):
 def test_a_file_of_another_version_is_refused_by_name(tmp_path):
     file = tmp_path / "run.pt"
     save(file, {"rounds": 1})
-    file.write_bytes(file.read_bytes().replace(b"checkpoint 2", b"checkpoint 1", 1))
+    file.write_bytes(file.read_bytes().replace(b"checkpoint 3", b"checkpoint 1", 1))
     with pytest.raises(ValueError, match="written by another version of bilevel"):
         load(file)

@@ -178,14 +178,14 @@ def test_a_solver_runs_on_a_device(name, device, tmp_path):
 
 @pytest.mark.parametrize("name", METHODS)
 def test_the_host_waits_once_per_outer_step(name, device):
-    """And never in between: the device always has work. An evaluation waits once, for its result."""
+    """And never in between: the device always has work. An evaluation waits once, and so does a saved state."""
     run = quiet(name, {}, device)
     with waits(device) as found:
         run.solver.evaluate([run.solver.to_device(batch) for batch in run.batches])
     assert len(found) == 1, found
     with waits(device) as found:
         run.solver.state_dict()
-    assert found == []
+    assert len(found) == 1, found
 
 
 @pytest.mark.parametrize("name", ["delta_stn", "learned scale", "implicit_cg", "checkpoints"])

@@ -14,16 +14,30 @@ import bilevel
 ROOT = Path(bilevel.__file__).parent
 # A part may import from the parts before its own. One folder is one part.
 ORDER = [
-    {"responding", "tape"},
-    {"arguments", "autodiff", "batches", "checkpoint", "functional", "hyper", "nn", "optimizers", "precision", "rng"},
+    {"interrupts", "responding", "tape"},
+    {
+        "arguments",
+        "autodiff",
+        "batches",
+        "checkpoint",
+        "events",
+        "functional",
+        "hyper",
+        "nn",
+        "optimizers",
+        "precision",
+        "rng",
+    },
+    {"dropouts"},
     {"compilation", "history", "problem"},
     {"linear_solvers", "plotting", "structure"},
-    {"checks"},
+    {"checks", "report"},
     {"response"},
     {"solver"},
     {"loop"},
     {"diagnostics", "testing"},
     {"__init__"},
+    {"__main__"},
 ]
 LEVEL = {part: level for level, parts in enumerate(ORDER) for part in parts}
 FILES = sorted(path.relative_to(ROOT) for path in ROOT.rglob("*.py"))

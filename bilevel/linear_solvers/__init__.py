@@ -1,6 +1,13 @@
 """Linear solvers, one file each: settings that are called as ``solve(matvec, v, x0=None)``."""
 
-from bilevel.linear_solvers.base import ConvergenceWarning, LinearSolver, LinearSolverError, Solve, relative_residual
+from bilevel.linear_solvers.base import (
+    ConvergenceWarning,
+    LinearSolver,
+    LinearSolverError,
+    NotFiniteSystemError,
+    Solve,
+    relative_residual,
+)
 from bilevel.linear_solvers.cg import CG
 from bilevel.linear_solvers.exact import Exact
 from bilevel.linear_solvers.identity import Identity
@@ -17,6 +24,7 @@ __all__ = [
     "LinearSolver",
     "LinearSolverError",
     "Neumann",
+    "NotFiniteSystemError",
     "Nystrom",
     "Solve",
     "relative_residual",

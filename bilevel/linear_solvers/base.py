@@ -17,11 +17,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from bilevel.interrupts import safe_point
+
 Matvec = Callable[[Tensor], Tensor]
 
 
 class LinearSolverError(RuntimeError):
     """A linear system that its solver cannot solve: singular, indefinite, divergent or not finite."""
+
+
+class NotFiniteSystemError(LinearSolverError):
+    """A linear system with a number that is NaN or infinite."""
 
 
 class ConvergenceWarning(UserWarning):
@@ -143,6 +149,7 @@ class Operator:
             TypeError: If ``matvec`` returns something else than a tensor.
             ValueError: If that tensor is not like its argument.
         """
+        safe_point()
         given = p.to(self.dtype)
         product: Any = self.matvec(given)
         if not isinstance(product, Tensor):
@@ -254,13 +261,13 @@ def not_finite(name: str, operator: Operator, v: Tensor, x0: Tensor | None = Non
         The error to raise; None if the inputs and a product with the matrix are finite.
     """
     if not bool(v.isfinite().all()):
-        return LinearSolverError(
+        return NotFiniteSystemError(
             f"{name}: v is not finite: look for NaN or overflow in the gradient of the outer loss."
         )
     if x0 is not None and not bool(x0.isfinite().all()):
-        return LinearSolverError(f"{name}: x0 is not finite: start from None.")
+        return NotFiniteSystemError(f"{name}: x0 is not finite: start from None.")
     if not bool(operator(v / norm(v)).isfinite().all()):
-        return LinearSolverError(
+        return NotFiniteSystemError(
             f"{name}: matvec returned NaN or infinity: look for log, sqrt or division at zero in the inner loss, or "
             "for a learning rate that let the weights diverge."
         )

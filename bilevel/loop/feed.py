@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import random
+from collections.abc import Iterable, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
 
 from bilevel.arguments import length
+from bilevel.checkpoint import CheckpointError
+from bilevel.loop.fingerprint import digest
 from bilevel.rng import Stream
 
 
@@ -17,16 +24,26 @@ class Feed:
         passes: How many times all batches have been given out.
     """
 
-    def __init__(self, name: str, loader: Iterable[Any] | None, stream: Stream) -> None:
-        """Feed from ``loader``; None feeds None."""
+    def __init__(self, name: str, loader: Iterable[Any] | None, stream: Stream, *, kept: bool = False) -> None:
+        """Feed from ``loader``; None feeds None.
+
+        Args:
+            name: Of the argument.
+            loader: Batches.
+            stream: To draw from.
+            kept: Remember what :meth:`state_dict` needs.
+        """
         self.name = name
         self.loader: Iterable[Any] = [None] if loader is None else loader
         self.stream = stream
         self.passes = 0
+        self._kept = kept
+        self._stateful = kept and name == "train" and _is_stateful(self.loader)
         self._length = length(self.loader)
         self._given = 0
         self._iterator: Any = None
-        self._start = stream.state_dict()
+        self._start: dict[str, Any] = self._now()
+        self._first: str | None = None
 
     def __next__(self) -> Any:
         """The next batch.
@@ -39,10 +56,12 @@ class Feed:
         """
         with self.stream():
             if self._iterator is None:
-                self._start = self.stream.state_dict()
-                self._iterator = iter(self.loader)
+                self._start = self._now()
+                self._iterator = iter(Fresh(self.loader))
             for batch in self._iterator:
                 self._given += 1
+                if self._kept and self._given == 1:
+                    self._first = digest(batch)
                 if self._given == self._length:
                     # The pass is over, unless the length was wrong.
                     more = next(self._iterator, self)
@@ -62,25 +81,154 @@ class Feed:
         Returns:
             Plain types and tensors.
         """
-        return {"passes": self.passes, "given": self._given, "start": self._start}
+        state = {"passes": self.passes, "given": self._given, "start": self._start, "first": self._first}
+        state["generators"] = [_state_of(generator) for generator in generators(self.loader)]
+        if self._stateful:
+            state["loader"] = self.loader.state_dict()  # type: ignore[attr-defined]
+        return state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to where another feed of the same loader was; leaves the stream somewhere else.
+    def load_state_dict(self, state: dict[str, Any], *, changed: bool = False) -> str | None:
+        """Go to where another feed of the same loader was; leaves the random streams somewhere else.
 
-        Raises:
-            ValueError: If the loader gives fewer batches.
+        Args:
+            state: Of :meth:`state_dict`.
+            changed: Whether the data may be other ones: then a new pass begins.
+
+        Returns:
+            What is wrong with the loader, if it gives other batches; None if nothing is.
         """
-        self.passes = state["passes"]
-        self.stream.load_state_dict(state["start"])
-        for index in range(state["given"]):
+        self.passes, self._first = state["passes"], state["first"]
+        problem = None
+        if self._stateful and "loader" in state:
+            self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+            self._given, self._start = state["given"], state["start"]
+            if self._given:
+                with self.stream():
+                    self._iterator = iter(self.loader)
+        elif state["first"] is not None:
+            problem = self._read_again(state)
+        if problem is not None and changed:
+            self._given, self._iterator, self.passes = 0, None, state["passes"]
+        for generator, saved in zip(generators(self.loader), state["generators"], strict=False):
+            _restore(generator, saved)
+        return problem
+
+    def _read_again(self, state: dict[str, Any]) -> str | None:
+        """Draw the batches of the pass that was under way; of one that was over, the first one."""
+        start = state["start"]
+        self.stream.load_state_dict(start["stream"])
+        set_global(start["global"])
+        own = generators(self.loader)
+        if len(own) != len(start["generators"]):
+            return f"{self.name}: it has {len(own)} random generators, and had {len(start['generators'])}"
+        for generator, saved in zip(own, start["generators"], strict=True):
+            _restore(generator, saved)
+        for index in range(max(1, state["given"])):
             next(self)
-            if self.passes != state["passes"]:
-                raise ValueError(
-                    f"checkpoint: the run stopped after batch {state['given']} of {self.name}, which has only "
-                    f"{index + 1} now; give the loader of that run."
-                )
+            if index == 0 and self._first != state["first"]:
+                return f"{self.name}: the first batch of pass {state['passes'] + 1} is another one"
+            if self.passes != state["passes"] and index + 1 < state["given"]:
+                return f"{self.name}: the run stopped after batch {state['given']}, and it has only {index + 1} now"
+        if self.passes != state["passes"] and state["given"]:
+            return f"{self.name}: the run stopped after batch {state['given']}, which is the last one now"
+        if not state["given"]:
+            self._given, self._iterator, self.passes = 0, None, state["passes"]
+        return None
+
+    def _now(self) -> dict[str, Any]:
+        if not self._kept:
+            return {}
+        own = [_state_of(generator) for generator in generators(self.loader)]
+        return {"stream": self.stream.state_dict(), "global": get_global(), "generators": own}
 
     def _end_pass(self) -> None:
         self.passes += 1
         self._given = 0
         self._iterator = None
+
+
+@final
+class Fresh:
+    """A loader whose workers start anew in every pass.
+
+    Those of ``persistent_workers=True`` go on drawing random numbers where they were, which no later process can
+    repeat; and two passes at the same time, as a validation pass in the middle of one, would share them.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        """Wrap the loader."""
+        self._loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        """A pass.
+
+        Returns:
+            An iterator.
+        """
+        loader = self._loader
+        if type(loader) is DataLoader and loader.persistent_workers and loader.num_workers > 0:
+            return loader._get_iterator()
+        return iter(loader)
+
+
+def generators(loader: Any, depth: int = 3) -> list[Any]:
+    """The random generators that a loader, its samplers and its data set own.
+
+    Returns:
+        Those of torch, numpy and Python, each once.
+    """
+    found: list[Any] = []
+    kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+
+    def look(value: Any, left: int) -> None:
+        if isinstance(value, kinds):
+            if not any(value is other for other in found):
+                found.append(value)
+        elif left and not isinstance(value, torch.Tensor | np.ndarray | type) and hasattr(value, "__dict__"):
+            for entry in list(vars(value).values()):
+                look(entry, left - 1)
+
+    look(loader, depth)
+    return found
+
+
+def get_global() -> list[Any]:
+    """The states of numpy's and Python's own random numbers, as integers."""
+    return [_state_of(np.random.mtrand._rand), _state_of(random)]
+
+
+def set_global(states: list[Any]) -> None:
+    """Return to :func:`get_global`."""
+    for module, state in zip((np.random.mtrand._rand, random), states, strict=True):
+        _restore(module, state)
+
+
+def _state_of(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator.state
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    version, numbers, rest = generator.getstate()
+    return {"version": version, "numbers": torch.tensor(numbers, dtype=torch.int64), "rest": rest}
+
+
+def _restore(generator: Any, state: Any) -> None:
+    try:
+        if isinstance(generator, torch.Generator):
+            generator.set_state(state)
+        elif isinstance(generator, np.random.Generator):
+            generator.bit_generator.state = state
+        elif isinstance(generator, np.random.RandomState):
+            generator.set_state(state)
+        else:
+            generator.setstate((state["version"], tuple(state["numbers"].tolist()), state["rest"]))
+    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"checkpoint: a random state does not fit {type(generator).__name__} ({error})."
+        ) from error
+
+
+def _is_stateful(loader: Any) -> bool:
+    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -11,16 +12,17 @@ import torch
 from torch import Tensor
 
 from bilevel.history import History
-from bilevel.loop.feed import Feed
+from bilevel.loop.feed import Feed, get_global, set_global
 from bilevel.loop.signal import Signal
 from bilevel.loop.solution import Best, Round, Solution
-from bilevel.solver import OuterStep, Solver
+from bilevel.solver import DivergenceError, OuterStep, Solver
+from bilevel.solver.state import live
 
 
 @final
 @dataclass(kw_only=True)
 class Run:
-    """The state of one call of :func:`solve`."""
+    """The state of one call of :func:`solve`; ``whole`` says whether it is between two rounds."""
 
     solver: Solver
     train: Feed
@@ -38,6 +40,9 @@ class Run:
     stopped: str | None = None
     rounds: int = 0
     started: float = field(default_factory=time.perf_counter)
+    fingerprint: dict[str, Any] = field(default_factory=dict)
+    whole: bool = True
+    best_buffers: dict[str, Tensor] = field(default_factory=dict)
     signal: Signal = field(init=False)
 
     def __post_init__(self) -> None:
@@ -61,23 +66,28 @@ class Run:
 
     def round(self) -> Round:
         """Run one round and record it."""
+        self.whole = False
         index, passes = self.rounds + 1, self.train.passes
         warm = index <= self.warmup
-        losses, batch, outer = [], None, None
+        losses: list[Tensor] = []
+        batch, outer = None, None
         for _ in range(self.steps_per_round if warm else self.inner_steps):
             *others, batch = (next(self.train) for _ in range(self.accumulate))
-            losses.append(self.solver.inner_step(*others, batch))
+            self._add(losses, self.solver.inner_step(*others, batch))
         if self.rounds == 0:
             self.solver.first_look.reads_of(self.solver.vector.detach(), self.valid_loader)
         if warm:
             self.solver.check()
             self.history.append(self._row(index, losses, None))
-        unrolled = self.solver.response.unrolled_steps
+        unrolled, dropped = self.solver.response.unrolled_steps, self.solver.bad_steps
         for _ in range(0 if warm else self.outer_steps):
             batches = [next(self.train) for _ in range(unrolled)] if unrolled else batch
             outer = self.solver.outer_step(batches, next(self.valid))
-            losses += outer.inner_losses
-            self.signal.add(outer.hypergradient)
+            if self.solver.bad_steps > dropped:
+                outer, dropped = None, self.solver.bad_steps
+            else:
+                losses += outer.inner_losses
+                self.signal.add(outer.hypergradient)
             self.history.append(self._row(index, losses, outer))
         new_passes = self.train.passes - passes
         for _ in range(new_passes if self.schedule_by_epoch else 1):
@@ -85,6 +95,7 @@ class Run:
         if new_passes if self.evaluate_every is None else index % self.evaluate_every == 0:
             self._evaluate(index)
         self.rounds = index
+        self.whole = True
         row = self.history.rows[-1]
         return Round(
             solver=self.solver,
@@ -97,53 +108,45 @@ class Run:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """All that a later call needs to go on.
+        """All that a later call needs to go on, beside the history.
 
         Returns:
-            Plain types and tensors.
-        """
+            Plain types and live tensors, all finite.
+
+        Raises:
+            DivergenceError: As :meth:`bilevel.Solver.check`.
+        """  # noqa: DOC502
+        self.solver.check()
+        best = None if self.best is None else {n: v for n, v in vars(self.best).items() if n != "state_dict"}
         return {
-            "solver": self.solver.state_dict(),
-            "settings": self._settings(),
+            "solver": live(self.solver),
+            "fingerprint": self.fingerprint,
             "feeds": {feed.name: feed.state_dict() for feed in (self.train, self.valid)},
-            "rows": self.history.rows,
+            "global": get_global(),
             "signal": self.signal.state_dict(),
-            "best": None if self.best is None else vars(self.best),
+            "best": None if best is None else best | {"buffers": self.best_buffers},
             "stale": self.stale,
             "rounds": self.rounds,
             "seconds": self.seconds,
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there.
+    def load_state_dict(self, state: dict[str, Any], rows: list[dict[str, float]]) -> None:
+        """Go on from there; the feeds are there already.
 
-        Raises:
-            ValueError: If it belongs to another kind of run.
+        Args:
+            state: Of :meth:`state_dict`.
+            rows: Of the history.
         """
-        for name, value in self._settings().items():
-            before = state["settings"][name]
-            if before != value:
-                raise ValueError(
-                    f"checkpoint: the run was started with {name}={before!r}, this call has {value!r}; give the same, "
-                    "or another file."
-                )
-        for feed in (self.train, self.valid):
-            feed.load_state_dict(state["feeds"][feed.name])
         self.solver.load_state_dict(state["solver"])  # and with it the streams that the feeds moved
-        self.history.rows = [dict(row) for row in state["rows"]]
+        set_global(state["global"])
+        self.history.rows = rows
         self.signal.load_state_dict(state["signal"], self.solver.to_device)
-        self.best = None if state["best"] is None else Best(**self.solver.to_device(state["best"]))
+        if state["best"] is not None:
+            best = self.solver.to_device(state["best"])
+            self.best_buffers = best.pop("buffers")
+            self.best = Best(**best, state_dict=self.solver.problem.state_dict(best["params"], self.best_buffers))
         self.stale, self.rounds = state["stale"], state["rounds"]
         self.started = time.perf_counter() - state["seconds"]
-
-    def _settings(self) -> dict[str, Any]:
-        return {
-            "inner_steps": self.inner_steps,
-            "outer_steps": self.outer_steps,
-            "accumulate": self.accumulate,
-            "warmup": self.warmup,
-            "evaluate_every": self.evaluate_every,
-        }
 
     def finish(self) -> None:
         """Measure the validation loss of the last round, if it has not been."""
@@ -163,6 +166,18 @@ class Run:
             solver=self.solver,
         )
 
+    def return_to_good(self) -> None:
+        """After a divergence: if the outer loss is not finite where the solver is, go back to where it was."""
+        try:
+            self.solver.evaluate(self.valid_loader)
+        except DivergenceError:
+            self.solver.rollback()
+
+    def _add(self, losses: list[Tensor], loss: Tensor) -> None:
+        """Keep the loss of a step, unless it was left out."""
+        if self.solver.on_nan == "raise" or bool(loss.isfinite()):
+            losses.append(loss)
+
     def _evaluate(self, index: int) -> None:
         loss = self.solver.evaluate(self.valid_loader)
         row = self.history.rows[-1]
@@ -172,19 +187,22 @@ class Run:
         if self.best is None or loss < self.best.validation_loss:
             self.stale = 0
             params = self.solver.params
+            self.best_buffers = {n: v.clone() for n, v in self.solver.response.inner.buffer_values().items()}
             self.best = Best(
                 round=index,
                 validation_loss=loss,
-                inner_loss=row["inner_loss"],
+                inner_loss=row.get("inner_loss", math.nan),
                 hyper=dict(self.solver.hyper),
                 params=params,
-                state_dict=self.solver.problem.state_dict(params, self.solver.response.inner.buffer_values()),
+                state_dict=self.solver.problem.state_dict(params, self.best_buffers),
             )
 
     def _row(self, index: int, losses: list[Tensor], outer: OuterStep | None) -> dict[str, float]:
         """A row of the history, read from the device in one go."""
         space = self.solver.problem.space
-        columns = {"inner_loss": torch.stack(losses).mean()}
+        columns = {"inner_loss": torch.stack(losses).mean()} if losses else {}
+        if self.solver.on_nan != "raise":
+            columns["bad_steps"] = torch.tensor(float(self.solver.bad_steps))
         if outer is not None:
             columns |= {"outer_loss": outer.loss, "hypergradient_norm": outer.hypergradient.norm()}
             columns |= {f"method.{name}": value for name, value in outer.report.items()}

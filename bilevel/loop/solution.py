@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bilevel.history import History
 from bilevel.plotting import schedules
+from bilevel.report import from_history, page, replace
 from bilevel.solver import OuterStep, Solver
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Solution:
             :math:`\sqrt{n}`, so that an entry that reaches its optimum in five large steps has little. NaN in a run
             of fewer than ten outer steps.
         stopped: Why the run ended: ``"steps"``, ``"epochs"``, ``"patience"``, ``"time"``, ``"callback"``,
-            ``"interrupted"`` or ``"diverged"``.
+            ``"interrupted"``, ``"terminated"``, ``"diverged"`` or ``"failed"``.
         solver: The solver, to go on or to look closer.
     """
 
@@ -89,6 +90,32 @@ class Solution:
             raise ValueError("there is nothing to plot: the run ended before its first round.")
         best = None if self.best is None else self.best.round
         return schedules(self.history, self.solver.problem.space.hyper, path, best=best)
+
+    def report(self, path: str | Path, *, title: str = "") -> Path:
+        """Write one HTML page of the run; ``python -m bilevel report`` shows more, from its log.
+
+        Args:
+            path: Where.
+            title: Above it.
+
+        Returns:
+            The path.
+
+        Raises:
+            ValueError: If the history is empty.
+        """
+        if not self.history:
+            raise ValueError("there is nothing to report: the run ended before its first round.")
+        run = from_history(
+            self.history,
+            self.solver.problem.space.hyper,
+            name=title or Path(path).stem,
+            method=repr(self.solver.method),
+            stopped=self.stopped,
+            best=None if self.best is None else float(self.best.round),
+        )
+        replace(Path(path), page([run], title=title))
+        return Path(path)
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,17 @@ from typing import Any, NoReturn
 from tqdm.auto import tqdm
 
 from bilevel.arguments import check_integer, check_loader, length
-from bilevel.checkpoint import load, save
+from bilevel.events import RESERVED, VERSION, environment, now
 from bilevel.history import LEADING
 from bilevel.hyper import Space
 from bilevel.loop.advice import warn_after, warn_before
+from bilevel.loop.checking import check_run, check_unrolled
 from bilevel.loop.defaults import plan
-from bilevel.loop.feed import Feed
+from bilevel.loop.ending import Ending
+from bilevel.loop.feed import Feed, Fresh
+from bilevel.loop.fingerprint import fingerprint
+from bilevel.loop.keeping import Keeper
+from bilevel.loop.resuming import go_on, kept_settings
 from bilevel.loop.run import Run
 from bilevel.loop.solution import Round, Solution
 from bilevel.problem import Problem
@@ -40,6 +45,8 @@ def solve(
     inner_clip: float | None = None,
     outer_clip: float | None = None,
     compile: bool = False,
+    on_nan: str = "raise",
+    max_bad_steps: int = 10,
     inner_steps: int | None = None,
     outer_steps: int = 1,
     accumulate: int = 1,
@@ -50,6 +57,11 @@ def solve(
     patience: int | None = None,
     time_budget: float | None = None,
     checkpoint: str | Path | None = None,
+    checkpoint_every: float | None = None,
+    checkpoint_keep: int = 2,
+    resume: bool | str = True,
+    log: str | Path | None = None,
+    signals: bool = True,
     callbacks: Sequence[Callable[[Round], bool | None]] = (),
     progress: bool | None = None,
     seed: int = 0,
@@ -74,6 +86,9 @@ def solve(
         inner_clip: See there.
         outer_clip: See there.
         compile: See there.
+        on_nan: See there. With ``"skip"`` and ``"rollback"`` the history has a column ``bad_steps``: how many steps
+            were left out so far; and validation batches whose loss is not finite are left out of the validation loss.
+        max_bad_steps: See there.
         inner_steps: :math:`T_{\text{train}}`. 5 by default; 0 for methods such as :class:`Unrolled`, whose outer steps
             train the weights themselves.
         outer_steps: :math:`T_{\text{valid}}`.
@@ -90,8 +105,17 @@ def solve(
         patience: Stop after that many full validation passes without a new best; those of the warm-up do not count.
         time_budget: Stop after that many seconds.
         checkpoint: A file that keeps the run, written after every full validation pass and at the end. If it is there
-            already, the run goes on from it, as if it had never stopped, as long as the loaders draw random numbers
-            only when a pass begins, as a ``DataLoader`` does. What callbacks gather is not kept.
+            already, the run goes on from it, as if it had never stopped. What callbacks gather is not kept. Beside it
+            are the log (``.jsonl``), the checkpoint before (``.1``) and a lock. See :doc:`runs`.
+        checkpoint_every: Write it also when that many seconds have passed since the last time.
+        checkpoint_keep: How many checkpoints to keep; a damaged one is replaced by the one before, with a warning.
+        resume: True refuses to go on if something changed between the calls, by name; ``"override"`` goes on with what
+            this call has, where that is possible; False starts anew. The length of the run, ``patience``,
+            ``time_budget``, ``callbacks``, ``progress`` and the arguments of this kind may always change.
+        log: A file to which the run appends its events as JSON lines, see :mod:`bilevel.events`; beside the checkpoint
+            by default.
+        signals: Let SIGTERM, SIGUSR1 and Ctrl-C end the run after the present round, with a checkpoint; a second Ctrl-C
+            ends it at once. Only in the main thread.
         callbacks: Called with a :class:`Round` after every round; one that returns True ends the run.
         progress: Show a progress bar; by default unless the environment variable ``CI`` is set.
         seed: Of the solver's own random streams; the global random state is not touched.
@@ -100,10 +124,13 @@ def solve(
         The solution. After an interrupt from the keyboard, the solution so far.
 
     Raises:
-        DivergenceError: If a loss or gradient is not finite; its ``solution`` is the last good one.
+        DivergenceError: If a loss or gradient is not finite; its ``solution`` is the last good one. Any other error
+            that ends the run has a ``solution``, too.
+        CheckpointError: If the checkpoint cannot be used.
         ValueError: If the arguments do not go together.
 
     Warns:
+        CheckpointWarning: If a file cannot be written; it is tried again.
         TuningWarning: If the hyperparameters cannot move far in so many rounds, or if they were moved by noise only.
 
     Example:
@@ -121,14 +148,20 @@ def solve(
         ... )
         >>> round(float(solution.hyper["target"]), 3)
         3.0
-    """
+    """  # noqa: DOC502
     check_loader("train", train)
     check_loader("valid", valid)
-    _check_run(
+    check_run(
         callbacks,
         progress,
         time_budget,
-        counts={"outer_steps": (outer_steps, 1), "accumulate": (accumulate, 1)},
+        checkpoint_every,
+        resume,
+        counts={
+            "outer_steps": (outer_steps, 1),
+            "accumulate": (accumulate, 1),
+            "checkpoint_keep": (checkpoint_keep, 1),
+        },
         optional={"steps": steps, "epochs": epochs, "evaluate_every": evaluate_every, "patience": patience},
     )
     for name, value in (("warmup", warmup), ("inner_steps", inner_steps)):
@@ -152,6 +185,8 @@ def solve(
         inner_clip=inner_clip,
         outer_clip=outer_clip,
         compile=compile,
+        on_nan=on_nan,
+        max_bad_steps=max_bad_steps,
         seed=seed,
     )
     if solver.response.unrolled_steps != method.unrolled_steps:
@@ -160,83 +195,147 @@ def solve(
             f"{solver.response.unrolled_steps}; override the property of the method, too."
         )
     check_integer("inner_steps", inner_steps, 0 if method.unrolled_steps else 1)
-    _check_unrolled(solver, inner_steps=inner_steps, accumulate=accumulate, warmup=warmup or 0)
+    check_unrolled(solver, inner_steps=inner_steps, accumulate=accumulate, warmup=warmup or 0)
     own = [column for name, h in problem.space.hyper.items() for column in Space.columns({name: h.init})]
-    names = [*LEADING, *own, *(f"{prefix}.{column}" for prefix in ("scale", "signal") for column in own)]
+    names = [
+        *LEADING,
+        *RESERVED,
+        *own,
+        *(f"{prefix}.{column}" for prefix in ("scale", "signal") for column in own),
+    ]
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise ValueError(f"hyper: {twice[0]!r} would be two columns of the history; choose another name.")
-    file = None if checkpoint is None else Path(checkpoint)
-    state = load(file) if file is not None and file.exists() else None
-    if warmup is None:  # a run that goes on keeps its own, also if it is made longer
-        fresh = 0 if solver.response.restarts else planned.warmup
-        warmup = fresh if state is None else state["settings"]["warmup"]
-    if evaluate_every is None:
-        often = planned.evaluate_every(batches, per_round)
-        evaluate_every = often if state is None else state["settings"]["evaluate_every"]
-    run = Run(
-        solver=solver,
-        train=Feed("train", train, solver.streams["data"]),
-        valid=Feed("valid", valid, solver.streams["data"]),
-        valid_loader=valid,
-        inner_steps=inner_steps,
-        outer_steps=outer_steps,
-        accumulate=accumulate,
-        warmup=warmup,
-        evaluate_every=evaluate_every,
-        schedule_by_epoch=epochs is not None,
+    keeper = Keeper(
+        None if checkpoint is None else Path(checkpoint),
+        None if log is None else Path(log),
+        keep=checkpoint_keep,
+        every=checkpoint_every,
     )
-    if state is not None:
-        run.load_state_dict(state)
-    ends = partial(_why_to_end, run, planned.limit, epochs, patience, time_budget)
-    run.stopped = ends() if run.rounds else None
-    before = run.rounds
-    if before == 0:
-        warn_before(solver, planned.rounds, warmup=warmup, outer_steps=outer_steps, by_epochs=epochs is not None)
     try:
-        with _progress_bar(planned.rounds, progress) as bar:
+        state = None if resume is False else keeper.load()
+        before = kept_settings(state)  # a run that goes on keeps its own, also if it is made longer
+        if warmup is None:
+            warmup = before.get("warmup", 0 if solver.response.restarts else planned.warmup)
+        if evaluate_every is None:
+            evaluate_every = before.get("evaluate_every", planned.evaluate_every(batches, per_round))
+        kept = checkpoint is not None
+        run = Run(
+            solver=solver,
+            train=Feed("train", train, solver.streams["data"], kept=kept),
+            valid=Feed("valid", valid, solver.streams["data"], kept=kept),
+            valid_loader=None if valid is None else Fresh(valid),
+            inner_steps=inner_steps,
+            outer_steps=outer_steps,
+            accumulate=accumulate,
+            warmup=warmup,
+            evaluate_every=evaluate_every,
+            schedule_by_epoch=epochs is not None,
+        )
+        settings = {
+            "inner_steps": inner_steps,
+            "outer_steps": outer_steps,
+            "accumulate": accumulate,
+            "warmup": warmup,
+            "evaluate_every": evaluate_every,
+            "inner_clip": inner_clip,
+            "outer_clip": outer_clip,
+            "compile": compile,
+            "seed": seed,
+        }
+        if solver.schedulers:
+            settings["schedules advance"] = "every epoch" if epochs is not None else "every round"
+        run.fingerprint = fingerprint(solver, settings, default_outer=outer_optimizer is None)
+        if state is not None:
+            go_on(run, state, keeper, override=resume == "override")
+        ends = partial(_why_to_end, run, planned.limit, epochs, patience, time_budget)
+        run.stopped = ends() if run.rounds else None
+        first = run.rounds
+        if first == 0:
+            warn_before(solver, planned.rounds, warmup=warmup, outer_steps=outer_steps, by_epochs=epochs is not None)
+        planned_settings = {"steps": planned.limit, "epochs": epochs, "rounds": planned.rounds}
+        keeper.begin(run, _first_line(run, settings | planned_settings), resumed=state is not None)
+        with Ending(signals) as ending:
+            _loop(run, keeper, ending, ends, callbacks, (planned.rounds, progress))
+    finally:
+        keeper.close()
+    if run.stopped not in ("interrupted", "terminated") and run.rounds > first:
+        warn_after(solver, run.signal)
+    return run.solution()
+
+
+def _loop(
+    run: Run,
+    keeper: Keeper,
+    ending: Ending,
+    ends: Callable[[], str | None],
+    callbacks: Sequence[Callable[[Round], bool | None]],
+    bar_of: tuple[int | None, bool | None],
+) -> None:
+    """Make the rounds, and end well whatever happens."""
+    measured: dict[str, float] = {}
+    try:
+        with _progress_bar(*bar_of) as bar:
             bar.update(run.rounds)
             while run.stopped is None:
                 event = run.round()
                 bar.update()
                 bar.set_postfix_str(_postfix(event), refresh=False)
-                run.stopped = "callback" if _call(callbacks, event) else ends()
-                if file is not None and (run.stopped is not None or event.validation_loss is not None):
-                    save(file, run.state_dict())
-            run.finish()
+                run.stopped = "callback" if _call(callbacks, event) else ends() or ending.reason
+                keeper.after_round(run, save=run.stopped is not None or event.validation_loss is not None)
+            keeper.wait(run)
+            last = run.history.rows[-1] if run.history else {}
+            if "validation_loss" not in last and run.stopped not in ("terminated", "interrupted"):
+                run.finish()
+                measured = {"validation_loss": run.history.rows[-1]["validation_loss"]}
     except KeyboardInterrupt:
         run.stopped = "interrupted"
         with suppress(DivergenceError):  # returns to the last good state if a bad step has not been noticed yet
-            solver.check()
-    except DivergenceError as error:
-        run.stopped = "diverged"
-        error.solution = run.solution()
+            run.solver.check()
+        _save_whole(run, keeper)
+    except BaseException as error:
+        run.stopped = "diverged" if isinstance(error, DivergenceError) else "failed"
+        if ending.reason == "interrupted" and isinstance(
+            error, RuntimeError
+        ):  # the workers of a loader were ended, too
+            run.stopped, measured = ending.reason, {}
+            return
+        if run.stopped == "failed":  # after a divergence the last good checkpoint stays
+            _save_whole(run, keeper)
+        keeper.end({"stopped": run.stopped, "round": run.rounds, "error": f"{type(error).__name__}: {error}"})
+        _attach(error, run, keeper)
         raise
-    solution = run.solution()
-    if run.stopped != "interrupted" and run.rounds > before:
-        warn_after(solver, run.signal)
-    return solution
+    keeper.end({"stopped": run.stopped, "round": run.rounds, **measured})
 
 
-def _check_run(
-    callbacks: Any, progress: Any, time_budget: Any, counts: dict[str, tuple[Any, int]], optional: dict[str, Any]
-) -> None:
-    for name, (value, minimum) in counts.items():
-        check_integer(name, value, minimum)
-    for name, value in optional.items():
-        if value is not None:
-            check_integer(name, value, 1)
-    if optional["steps"] is not None and optional["epochs"] is not None:
-        raise ValueError(f"give steps or epochs, not both; got steps={optional['steps']}, epochs={optional['epochs']}.")
-    if time_budget is not None:
-        if isinstance(time_budget, bool) or not isinstance(time_budget, int | float):
-            raise TypeError(f"time_budget must be a number of seconds or None, got {time_budget!r}.")
-        if not time_budget > 0:
-            raise ValueError(f"time_budget must be a positive number of seconds, got {time_budget}.")
-    if progress not in (None, True, False):
-        raise TypeError(f"progress must be True, False or None, got {progress!r}.")
-    if not isinstance(callbacks, Sequence) or not all(callable(callback) for callback in callbacks):
-        raise TypeError(f"callbacks must be a list of functions of a bilevel.Round, got {callbacks!r}.")
+def _save_whole(run: Run, keeper: Keeper) -> None:
+    """Write the rows and a checkpoint, if the run is between two rounds."""
+    if run.whole and run.rounds:
+        keeper.after_round(run, save=True)
+        keeper.wait(run)
+
+
+def _attach(error: BaseException, run: Run, keeper: Keeper) -> None:
+    """Hand the solution so far to whoever catches the error."""
+    with suppress(Exception):
+        if run.stopped == "diverged":
+            run.return_to_good()
+        error.solution = run.solution()  # type: ignore[attr-defined]
+        file = "" if keeper.store is None else f" The run goes on from {keeper.store.path} with the same call."
+        error.add_note(f"bilevel.solve: the solution so far, of round {run.rounds}, is error.solution.{file}")
+
+
+def _first_line(run: Run, settings: dict[str, Any]) -> dict[str, Any]:
+    space, solver = run.solver.problem.space, run.solver
+    optimizers = {name: repr(optimizer).replace("\n", " ") for name, optimizer in solver.optimizers.items()}
+    return {
+        "version": VERSION,
+        "time": now(),
+        "method": repr(solver.method),
+        "settings": settings | {f"optimizer of {name}": text for name, text in optimizers.items()},
+        "environment": environment(solver.problem.device),
+        "hyper": {n: {"low": h.low, "high": h.high, "shape": list(h.init.shape)} for n, h in space.hyper.items()},
+    }
 
 
 def _why_to_end(
@@ -257,22 +356,6 @@ def _call(callbacks: Sequence[Callable[[Round], bool | None]], event: Round) -> 
         if answer not in (None, True, False):
             raise TypeError(f"a callback must return None, False, or True to stop the run; got {answer!r}.")
     return True in answers
-
-
-def _check_unrolled(solver: Solver, *, inner_steps: int, accumulate: int, warmup: int) -> None:
-    """Refuse what does not go with a method that makes inner steps itself."""
-    response = solver.response
-    if response.unrolled_steps and accumulate > 1:
-        raise ValueError(
-            f"accumulate must be 1 with {solver.method}, whose outer steps make inner steps on one batch each; got "
-            f"{accumulate}. Give larger batches, or use an implicit method or a self-tuning network."
-        )
-    for name, value in (("inner_steps", inner_steps), ("warmup", warmup)):
-        if response.restarts and value > 0:
-            raise ValueError(
-                f"{name} must be 0 with {solver.method}, which returns to the start in every round and forgets what "
-                f"was trained before; got {value}."
-            )
 
 
 def _progress_bar(total: int | None, progress: bool | None) -> tqdm[NoReturn]:

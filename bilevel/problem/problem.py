@@ -12,6 +12,7 @@ from torch.func import functional_call
 from typing_extensions import override
 
 from bilevel.batches import count_examples, describe
+from bilevel.dropouts import Dropouts
 from bilevel.hyper import Hyper, Named, Space, suggest
 from bilevel.precision import users_precision
 from bilevel.problem.advice import advice
@@ -98,8 +99,10 @@ class Problem:
         self._weight_norm = exact_weight_norm(self.module)
         self._ties = {} if self.module is None else ties(self.module)
         self.space = Space(hyper)
+        self._dropouts = Dropouts(self.module, self.space.hyper)
         self.examples = examples or count_examples
         self.user_losses = {"inner_loss": inner_loss, "outer_loss": outer_loss}
+        self.outer_mode = outer_mode
         self._train_mode = {"inner_loss": True, "outer_loss": outer_mode == "train"}
         check_kind("inner", self.params)
         self._initial = initial
@@ -237,7 +240,8 @@ class Problem:
         tensors |= {twin: tensors[name] for twin, name in self._ties.items() if name in tensors}
         self._repeats.running += 1
         try:
-            return functional_call(self.module, tensors, args, kwargs, tie_weights=False)
+            with self._dropouts.running():
+                return functional_call(self.module, tensors, args, kwargs, tie_weights=False)
         finally:
             self._repeats.running -= 1
 
@@ -292,7 +296,7 @@ class Problem:
         """
         values = hyper if isinstance(hyper, Named) else self.space.values(hyper)
         mode = self._mode(self._train_mode[name] if training is None else training)
-        with mode, self._repeats.allowed(), users_precision(), self._weight_norm:
+        with mode, self._repeats.allowed(), users_precision(), self._weight_norm, self._dropouts.at(values):
             try:
                 result = self.user_losses[name](model, values, batch)
             except Exception as error:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from bilevel.autodiff import vjp
 from bilevel.compilation import Later, Stage, Staged
+from bilevel.interrupts import safe_point
 from bilevel.response.step import Cotangent, Made, Point, Step, Tangent
 from bilevel.rng import Stream
 
@@ -151,6 +152,7 @@ class Trajectory:
         return self._note(made), later
 
     def _note(self, made: Made) -> Point:
+        safe_point()
         self.losses.append(made.loss)
         self.norms.append(made.norm)
         self.aux = made.aux

@@ -1,8 +1,17 @@
 """The two steps of every method, for people who keep their own loop."""
 
 from bilevel.arguments import Parameters
-from bilevel.solver.finite import DivergenceError
+from bilevel.solver.finite import DivergenceError, NotFiniteWarning
 from bilevel.solver.optimization import OptimizerFactory, SchedulerFactory
-from bilevel.solver.solver import OuterStep, Solver
+from bilevel.solver.solver import Solver
+from bilevel.solver.steps import OuterStep
 
-__all__ = ["DivergenceError", "OptimizerFactory", "OuterStep", "Parameters", "SchedulerFactory", "Solver"]
+__all__ = [
+    "DivergenceError",
+    "NotFiniteWarning",
+    "OptimizerFactory",
+    "OuterStep",
+    "Parameters",
+    "SchedulerFactory",
+    "Solver",
+]

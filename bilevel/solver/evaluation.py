@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -10,14 +11,19 @@ import torch
 
 from bilevel.arguments import check_loader
 from bilevel.precision import own_precision
-from bilevel.solver.finite import DivergenceError
+from bilevel.solver.finite import DivergenceError, NotFiniteWarning
 
 if TYPE_CHECKING:
     from bilevel.solver.solver import Solver
 
 
-def mean_outer_loss(solver: Solver, loader: Iterable[Any] | None) -> float:
+def mean_outer_loss(solver: Solver, loader: Iterable[Any] | None, *, leave_out: bool) -> float:
     """The outer loss over a whole set, as :meth:`Solver.evaluate` documents it.
+
+    Args:
+        solver: Whose weights to use.
+        loader: Batches.
+        leave_out: Leave out batches whose loss is not finite, with a warning, unless that is all of them.
 
     Returns:
         The mean loss.
@@ -43,8 +49,19 @@ def mean_outer_loss(solver: Solver, loader: Iterable[Any] | None) -> float:
             "that their losses cannot be weighted: set Problem(examples=...)."
         )
     weights = torch.tensor([size or 1 for size in sizes], dtype=torch.float64)
-    mean = float(torch.stack(losses).cpu().double() @ weights / weights.sum())
+    values = torch.stack(losses).cpu().double()
+    good = values.isfinite()
+    if leave_out and good.any() and not good.all():
+        warnings.warn(
+            f"the outer loss of {int((~good).sum())} of {len(values)} batches is not finite after {solver.inner_steps} "
+            "inner steps; they were left out of the validation loss.",
+            NotFiniteWarning,
+            stacklevel=3,
+        )
+        values, weights = values[good], weights[good]
+    mean = float(values @ weights / weights.sum())
     if not math.isfinite(mean):
+        solver.check()  # if the state is the cause, that returns to a good one
         raise DivergenceError(
             f"the outer loss over the whole set is {mean} after {solver.inner_steps} inner steps: lower the learning "
             "rates, or look for overflow in outer_loss."

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from bilevel.compilation import OfModule, gains
+from bilevel.interrupts import safe_point
 from bilevel.linear_solvers import LinearSolverError
 from bilevel.problem import Loss, Model, Problem
 from bilevel.response import BestResponse
@@ -116,7 +117,7 @@ class Differentiation:
             hyper: Shape ``(h,)``.
             batch: For the inner loss.
         """
-        with buffers_kept(self._response.inner, always=True), Stream.current(self._problem.device)():
+        with buffers_kept(self._response.inner), Stream.current(self._problem.device)():
             self.of_inner_loss(hyper, batch)
 
     def _terms(
@@ -135,6 +136,7 @@ class Differentiation:
             first = Loss(term.value.detach(), _detached(term.aux)) if first is None else first
             values.append(term.value.detach())
             new = self._differentiate("inner_loss", term.value, params)
+            safe_point()
             total = [b if a is None else a if b is None else a + b for a, b in zip(total, new, strict=True)]
         if first is None or all(gradient is None for gradient in total[: len(self._weights)]):
             raise ValueError(
@@ -190,7 +192,8 @@ class Differentiation:
         except LinearSolverError:
             if steps is not None:  # a loss that is not finite is the cause then, and the better message
                 value = loss.value.detach().to(hyper)
-                self._finite.outer(steps[1], value, value[None], value.new_zeros(1), steps[0])
+                zero = value.new_zeros(1)
+                self._finite.outer(steps[1], value, value[None], zero, zero[0], steps[0])
             raise
         if not loss.value.requires_grad or (found[0] is None and found[1] is None):
             raise ValueError(

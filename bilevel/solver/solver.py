@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,39 +15,24 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from bilevel.arguments import check_flag, check_integer, check_one_process
 from bilevel.batches import to_device
+from bilevel.checkpoint import load as load_file
+from bilevel.checkpoint import save as save_file
 from bilevel.hyper import Named
+from bilevel.interrupts import Waiting
+from bilevel.linear_solvers import LinearSolverError, NotFiniteSystemError
 from bilevel.precision import own_precision
 from bilevel.problem import Problem
 from bilevel.response import BestResponse, Method, get_method
 from bilevel.rng import Stream
 from bilevel.solver import state as states
+from bilevel.solver import steps
 from bilevel.solver.evaluation import mean_outer_loss
-from bilevel.solver.finite import FiniteCheck
+from bilevel.solver.finite import NotFinite
 from bilevel.solver.first_look import FirstLook
 from bilevel.solver.gradients import Differentiation
-from bilevel.solver.optimization import Gradients, Optimization, OptimizerFactory, SchedulerFactory
-from bilevel.solver.undo import LastGood, buffers_kept, update_undone_on_error
-
-
-@dataclass(frozen=True)
-class OuterStep:
-    """What one outer step computed, before it moved the hyperparameters.
-
-    Attributes:
-        loss: The outer loss.
-        hypergradient: Its total derivative, shape ``(h,)``, over the unconstrained vector.
-        direct: The part of it that does not pass through the weights.
-        report: What the method says about it, such as the residual of its linear system.
-        aux: What the outer loss returned beside its value.
-        inner_losses: Those of the inner steps that the method made itself; empty if it made none.
-    """
-
-    loss: Tensor
-    hypergradient: Tensor
-    direct: Tensor
-    report: dict[str, Tensor]
-    aux: Any
-    inner_losses: Tensor
+from bilevel.solver.guard import Guard
+from bilevel.solver.optimization import Optimization, OptimizerFactory, SchedulerFactory
+from bilevel.solver.steps import OuterStep
 
 
 class Solver:
@@ -74,6 +60,7 @@ class Solver:
         optimizers: By name: ``weights``, ``response``, ``hyper`` and ``scale``, as far as there is something to train.
         schedulers: By the same names.
         optimization: The groups of parameters, with their optimizers.
+        guard: What happens to a step that is not finite.
         first_look: The checks of new kinds of batches.
         streams: The random streams of the data, of the losses and of evaluations.
         inner_steps: How many inner steps have been made.
@@ -94,6 +81,8 @@ class Solver:
         inner_clip: float | None = None,
         outer_clip: float | None = None,
         compile: bool = False,
+        on_nan: str = "raise",
+        max_bad_steps: int = 10,
         seed: int = 0,
     ) -> None:
         """Bind the method to the problem and build the optimizers.
@@ -116,6 +105,12 @@ class Solver:
                 methods the inner loss and its derivatives in an outer step. What the losses read beside their
                 arguments is frozen then, except for tensors that are changed in place. What cannot be compiled, or
                 would not be faster, runs as it is, with a warning.
+            on_nan: What to do if a number of a step is NaN or infinite: a loss, a gradient, a weight, a buffer, a
+                hyperparameter or what an optimizer remembers. ``"raise"`` undoes the step and raises. ``"skip"``
+                leaves the step out, as if its batch had not been there. ``"rollback"`` returns to the first inner step
+                since the last outer one. Both go on, with a :class:`NotFiniteWarning`, and on an accelerator both wait
+                for the device in every step.
+            max_bad_steps: With ``"skip"`` and ``"rollback"``, raise after more bad steps in a row.
             seed: Of the solver's own random streams.
 
         Raises:
@@ -164,8 +159,8 @@ class Solver:
         self.outer_steps = 0
         self.inner_aux: Any = None
         self.first_look = FirstLook(self.response)
-        self._last_good = LastGood(self.state_dict, self._load)
-        self._finite = FiniteCheck(self.response, self.vector.detach(), self._last_good)
+        self.guard = Guard(self, on_nan, max_bad_steps)
+        self._finite = self.guard.finite
         self._differentiation = Differentiation(self.response, self.optimization, self._finite, compile=compile)
         if problem.device.type == "cpu":
             # glibc keeps freed memory up to twice the largest block freed so far, of at most 32 MB; what is beyond it
@@ -207,25 +202,15 @@ class Solver:
                 perturbs draws anew for each. None at all stands for a loss that needs no batch.
 
         Returns:
-            The inner loss before the step, on the device; the average if there are several batches.
+            The inner loss before the step, on the device; the average if there are several batches. NaN for a step that
+            was left out.
         """
-        moved = [self.to_device(batch) for batch in batches or (None,)]
-        if not self._finite.at_once:
-            self._last_good.keep()
-        try:
-            with buffers_kept(self.response.inner), self.streams["loss"](), own_precision(self.problem.device):
-                for batch in moved:
-                    self.first_look.inner(self.vector.detach(), batch)
-                loss, values, gradients = self._differentiation.of_inner_losses(self.vector.detach(), moved)
-                norms = self.optimization.set_gradients(gradients)
-                self._finite.inner(self.inner_steps, values, norms)
-        except BaseException:
-            self.optimization.drop_gradients()
-            raise
-        self.optimization.step(gradients)
-        self.inner_steps += 1
-        self.inner_aux = loss.aux
-        return loss.value
+        with Waiting():
+            try:
+                return steps.inner(self, batches or (None,))
+            except NotFinite as bad:
+                self.guard.handle("inner", bad)
+                return self.vector.new_full((), math.nan)
 
     def outer_step(self, train_batch: Any = None, valid_batch: Any = None) -> OuterStep:
         r"""Move the hyperparameters, and the scale if it is learned, along the hypergradient.
@@ -236,44 +221,27 @@ class Solver:
             valid_batch: For the outer loss.
 
         Returns:
-            The loss and hypergradient at which the step was made.
+            The loss and hypergradient at which the step was made; NaN for a step that was left out.
+
+        Raises:
+            LinearSolverError: If the linear system of an implicit method cannot be solved.
         """
-        train_batch, valid_batch = self.to_device(self._train_batches(train_batch)), self.to_device(valid_batch)
-        hyper, steps = self.vector.detach(), (self.inner_steps, self.outer_steps)
-        with self.streams["loss"](), self._finite.reading_once(), own_precision(self.problem.device):
-            if self.response.unrolled_steps and self.inner_steps == 0:
-                self._differentiation.rehearse(hyper, train_batch[0])
-            if not self.response.pure:  # otherwise it does not read the training batch
-                for batch in train_batch if self.response.unrolled_steps else [train_batch]:
-                    self.first_look.inner(hyper, batch)
-            self.first_look.outer(hyper, valid_batch)
-            loss, slopes = self._differentiation.of_outer_loss(hyper, (train_batch, valid_batch), steps)
-            self.first_look.reads()
-            direct, through_weights, *for_scale = slopes
-            hypergradient = direct + through_weights
-            gradients: Gradients = {"hyper": [hypergradient.clone()]}
-            if for_scale:
-                gradients["scale"] = [*for_scale]
-            with update_undone_on_error(self.optimization, gradients):
-                norms = self.optimization.set_gradients(gradients)
-                self.optimization.step(gradients)
-                # The step is made before it is judged, so that all flags are read from the device at once.
-                moved = torch.cat([value.flatten() for value in self.hyper.values()])
-                self._finite.outer(self.outer_steps, loss.value, norms, moved, self.inner_steps)
-                self.response.commit()
-        self.outer_steps += 1
-        made = self.response.steps
-        if made is not None:
-            self.inner_steps += len(made.losses)
-            self.inner_aux = made.aux
-        return OuterStep(
-            loss.value,
-            hypergradient,
-            direct,
-            dict(self.response.report),
-            loss.aux,
-            loss.value.new_zeros(0) if made is None else made.losses,
-        )
+        with Waiting():
+            try:
+                return steps.outer(self, train_batch, valid_batch)
+            except NotFinite as bad:
+                self.guard.handle("outer", bad)
+            except LinearSolverError as error:
+                # A state or a batch that is not finite is the cause then, and the better message.
+                if not self.guard.is_finite():
+                    what = f"{self.guard.site()} is NaN or infinite at outer step {self.outer_steps}, counted from 0."
+                    self.guard.handle("outer", NotFinite(what, str(error), self.outer_steps))
+                elif isinstance(error, NotFiniteSystemError) and self.guard.policy != "raise":
+                    self.guard.handle("outer", NotFinite(f"at outer step {self.outer_steps}: {error}", "", 0))
+                else:
+                    raise
+            nothing = torch.full_like(self.vector.detach(), math.nan)
+            return OuterStep(nothing.sum(), nothing, nothing, {}, None, nothing[:0])
 
     def restart(self) -> None:
         """Forget all that was trained at the inner level.
@@ -282,7 +250,11 @@ class Solver:
         state without memory; the response is drawn anew. Learning rates, the hyperparameters and their perturbation
         scale stay.
         """
-        self.check()  # a bad step that has not been noticed yet would lead back to before the restart
+        self.check()
+        with Waiting():
+            self._restart()
+
+    def _restart(self) -> None:
         with self.streams["loss"]():
             fresh = self.method.bind(self.problem).state_dict()
         kept = {name: value for name, value in self.response.state_dict().items() if name.startswith("scale.")}
@@ -292,6 +264,7 @@ class Solver:
             for weight, value in zip(self.response.inner.weights, start.values(), strict=True):
                 weight.copy_(value)
         self.optimization.restart_inner()
+        self.guard.forget()  # a bad step would lead back to before the restart
 
     def evaluate(self, loader: Iterable[Any] | None = None) -> float:
         """The outer loss over a whole set, at the current weights and unperturbed hyperparameters.
@@ -304,14 +277,47 @@ class Solver:
         Returns:
             The mean loss.
         """
-        return mean_outer_loss(self, loader)
+        if self._finite.at_once:
+            self.check()
+        return mean_outer_loss(self, loader, leave_out=self.guard.policy != "raise")
 
     def check(self) -> None:
-        """Raise if an inner step since the last outer step was not finite.
+        """Raise if the state is not finite, or an inner step since the last outer step was not.
 
-        Every inner step does so by itself on a CPU, every outer step elsewhere, where it waits for the device.
+        What an update made is judged with the next step; on an accelerator, with the next outer step. Here, and in
+        :meth:`evaluate`, :meth:`state_dict` and :meth:`save`, it is judged at once, which waits for the device.
+
+        Raises:
+            DivergenceError: If it is not, and ``on_nan`` is ``"raise"``; the solver is then in its last good state.
+        """  # noqa: DOC502
+        with Waiting():
+            try:
+                self._finite.pending(self.inner_steps, self._finite.number(self.guard.step.look().tensors))
+                self.guard.checked()
+            except NotFinite as bad:
+                self.guard.handle("inner", bad)
+
+    def rollback(self) -> bool:
+        """Return to the last state at which the losses were finite: for a state that is finite, but of no use.
+
+        That is the state before the last inner update; on an accelerator, the one before the first inner step since the
+        last outer one. Random numbers of the data go on.
+
+        Returns:
+            Whether there is such a state.
         """
-        self._finite.pending(self.inner_steps)
+        with Waiting():
+            return self.guard.rollback()
+
+    @property
+    def on_nan(self) -> str:
+        """How a step that is not finite is treated, ``"raise"``, ``"skip"`` or ``"rollback"``."""
+        return self.guard.policy
+
+    @property
+    def bad_steps(self) -> int:
+        """How many steps were left out because they were not finite, with ``on_nan`` ``"skip"`` or ``"rollback"``."""
+        return self.guard.dropped
 
     def schedule(self, validation_loss: float | None = None) -> None:
         """Advance the learning-rate schedulers.
@@ -320,15 +326,43 @@ class Solver:
             validation_loss: If given, advances those of kind ``ReduceLROnPlateau``, otherwise all others. Those of the
                 outer level wait for the first outer step.
         """
-        self.optimization.schedule(validation_loss, outer=self.outer_steps > 0)
+        with Waiting():
+            self.optimization.schedule(validation_loss, outer=self.outer_steps > 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything needed to continue bit for bit: tensors and plain types only.
+        """Everything needed to continue bit for bit: tensors and plain types only, all finite.
 
         Returns:
             A dict that ``torch.save`` writes and ``torch.load(weights_only=True)`` reads.
-        """
+
+        Raises:
+            DivergenceError: As :meth:`check`. Called again, it returns the last good state.
+        """  # noqa: DOC502
+        self.check()
         return states.save(self)
+
+    def save(self, path: str | Path) -> None:
+        """Write :meth:`state_dict` to a file, whole or not at all, with a checksum.
+
+        Args:
+            path: Of the file, which is replaced.
+        """
+        save_file(Path(path), self.state_dict())
+
+    def load(self, path: str | Path) -> None:
+        """Continue from :meth:`save`, bit for bit.
+
+        Args:
+            path: Of the file.
+
+        Raises:
+            ValueError: If the file is damaged or belongs to another kind of solver; this solver is then unchanged.
+        """
+        state = load_file(Path(path))
+        try:
+            self.load_state_dict(state)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict` of a solver with the same problem, method and optimizers.
@@ -336,19 +370,20 @@ class Solver:
         Raises:
             ValueError: If the state does not belong to such a solver; this solver is then unchanged.
         """
-        own = self.state_dict()
+        own = states.save(self)
         states.check(state, own)
-        try:
-            states.check_parts(state, own)
-            self._load(state)
-        except Exception as error:
-            self._load(own)
-            raise ValueError(f"state does not fit this solver: {error}") from error
-
-    def _load(self, state: dict[str, Any]) -> None:
-        states.load(self, state)
-        self._finite.forget()
-        self._last_good.forget()
+        with Waiting():
+            try:
+                states.check_parts(state, own)
+                states.load(self, state)
+            except Exception as error:
+                states.load(self, own)
+                raise ValueError(f"state does not fit this solver: {error}") from error
+            bad = self.guard.site()
+            if bad is not None:
+                states.load(self, own)
+                raise ValueError(f"state is not finite: {bad} is NaN or infinite; load an earlier one.")
+            self.guard.forget()
 
     def to_device(self, batch: Any) -> Any:
         """Move a batch to the device of the weights: its tensors, and what has a ``to`` of its own.
@@ -360,18 +395,3 @@ class Solver:
             The same with everything moved.
         """
         return to_device(batch, self.problem.device)
-
-    def _train_batches(self, train_batch: Any) -> Any:
-        """What the response takes: the batch, or a list of as many as it makes steps."""
-        count = self.response.unrolled_steps
-        if count == 0:
-            return train_batch
-        if train_batch is None:
-            return [None] * count
-        if not isinstance(train_batch, list) or len(train_batch) != count:
-            got = f"{len(train_batch)}" if isinstance(train_batch, list) else f"a {type(train_batch).__name__}"
-            raise ValueError(
-                f"train_batch must be a list of {count} batches, one for each step of {self.method}, got {got}; to use "
-                f"one batch for all of them, write [batch] * {count}."
-            )
-        return train_batch

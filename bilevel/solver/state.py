@@ -20,7 +20,16 @@ def save(solver: Solver) -> dict[str, Any]:
     Returns:
         A dict that ``torch.save`` writes and ``torch.load(weights_only=True)`` reads.
     """
-    return copy.deepcopy({
+    return copy.deepcopy(live(solver))
+
+
+def live(solver: Solver) -> dict[str, Any]:
+    """The state of a solver, to be written before the next step.
+
+    Returns:
+        As :func:`save`, but with the live tensors.
+    """
+    return {
         "method": repr(solver.method),
         "hyper": {name: [h.low, h.high, h.discrete] for name, h in solver.problem.space.hyper.items()},
         "vector": solver.vector.detach(),
@@ -29,7 +38,7 @@ def save(solver: Solver) -> dict[str, Any]:
         "streams": {name: stream.state_dict() for name, stream in solver.streams.items()},
         "inner_steps": solver.inner_steps,
         "outer_steps": solver.outer_steps,
-    })
+    }
 
 
 def check(state: Any, own: dict[str, Any]) -> None:

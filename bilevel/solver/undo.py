@@ -3,88 +3,203 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
+from torch import Tensor, nn
 
 from bilevel.problem import Variables
-from bilevel.solver.optimization import Optimization
+
+if TYPE_CHECKING:
+    from bilevel.solver.solver import Solver
+
+PLAIN = (type(None), bool, int, float, complex, str)
 
 
 @contextmanager
-def buffers_kept(inner: Variables, *, always: bool = False) -> Generator[None]:
-    """Restore the buffers of the network if the block raises.
+def buffers_kept(inner: Variables) -> Generator[None]:
+    """Restore the buffers of the network after the block.
 
     Args:
         inner: Whose buffers a pass may change, as those of BatchNorm.
-        always: Restore them in any case.
     """
     before = [(buffer, buffer.clone()) for buffer in inner.buffers()]
-    done = False
     try:
         yield
-        done = True
     finally:
-        if always or not done:
-            with torch.no_grad():
-                for buffer, value in before:
-                    buffer.copy_(value)
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
 
 
-@contextmanager
-def update_undone_on_error(optimization: Optimization, names: Iterable[str]) -> Generator[None]:
-    """Restore groups of parameters and their optimizers if the block raises.
+class _Place(NamedTuple):
+    """Stands for a tensor: its place among those of a view."""
 
-    Args:
-        optimization: What updates them.
-        names: Of the groups.
+    at: int
+
+
+class View(NamedTuple):
+    """What steps change, as it is now.
+
+    Attributes:
+        tensors: Live ones, on the device: first the parameters and buffers, then those of the optimizers.
+        memory: What the optimizers and schedulers remember, with places instead of tensors.
+        rest: Random streams and counters.
     """
-    before = {
-        name: (
-            [param.detach().clone() for param in optimization.params[name]],
-            copy.deepcopy(optimization.optimizers[name].state_dict()),
-        )
-        for name in names
-    }
-    try:
-        yield
-    except BaseException:
-        for name, (values, state) in before.items():
-            with torch.no_grad():
-                for param, value in zip(optimization.params[name], values, strict=True):
-                    param.copy_(value)
-            optimization.optimizers[name].load_state_dict(state)
-        raise
+
+    tensors: list[Tensor]
+    memory: dict[str, Any]
+    rest: tuple[Any, ...]
 
 
 @final
-class LastGood:
-    """The state before the first inner step that has not been judged yet; kept where steps are judged later."""
+class Snapshot:
+    """A copy of what steps change, or of a part of it, in memory that is used again."""
 
-    def __init__(self, save: Callable[[], dict[str, Any]], load: Callable[[dict[str, Any]], None]) -> None:
-        """Save and load with these functions."""
-        self._save, self._load = save, load
-        self._state: dict[str, Any] | None = None
+    def __init__(self, solver: Solver, names: Sequence[str], *, whole: bool) -> None:
+        """Copy the groups ``names``; with ``whole``, also the buffers of the response, which then are all groups."""
+        self._solver = solver
+        self._names = names
+        self._whole = whole
+        self._copies: list[Tensor] = []
+        self._view: View | None = None
+        self._doubtful: tuple[View, list[Tensor]] | None = None
+        self.flag: Tensor | None = None
 
-    def keep(self) -> None:
-        """Keep the present state, unless an earlier one is kept."""
-        if self._state is None:
-            self._state = self._save()
-
-    def forget(self) -> None:
-        """All steps so far were good."""
-        self._state = None
-
-    def restore(self) -> bool:
-        """Return to the state that was kept.
+    def look(self) -> View:
+        """What is to be copied, as it is now.
 
         Returns:
-            Whether there was one.
+            Live tensors.
         """
-        if self._state is None:
+        solver, tensors = self._solver, self.changed()
+        device = solver.vector.device
+
+        def take(tensor: Tensor) -> Any:
+            if tensor.device != device:  # such as the step counters of Adam, which stay on the host
+                return tensor.detach().clone()
+            tensors.append(tensor.detach())
+            return _Place(len(tensors) - 1)
+
+        memory: dict[str, Any] = {}
+        for name in self._names:
+            optimizer = solver.optimizers[name]
+            states = [(key, _map(take, value)) for key, value in optimizer.state.items()]
+            groups = [{k: _map(take, v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            scheduler = solver.schedulers.get(name)
+            memory[name] = states, groups, None if scheduler is None else scheduler.state_dict()
+        rest = (solver.streams["loss"].states, solver.inner_steps, solver.outer_steps, solver.inner_aux)
+        return View(tensors, memory, rest)
+
+    def changed(self) -> list[Tensor]:
+        """Parameters and buffers, which are changed in place.
+
+        Returns:
+            Live tensors.
+        """
+        params = [param.detach() for name in self._names for param in self._solver.optimization.params[name]]
+        return params + (self.buffers() if self._whole else [])
+
+    def buffers(self) -> list[Tensor]:
+        """All buffers of the response.
+
+        Returns:
+            Live tensors.
+        """
+        return [buffer.detach() for buffer in self._solver.response.buffers()]
+
+    def keep(self, view: View, buffers: Sequence[Tensor] | None = None, flag: Tensor | None = None) -> None:
+        """Copy a view.
+
+        Args:
+            view: From :meth:`look`.
+            buffers: Instead of those of the response, which a pass has changed already.
+            flag: On the device. If it is false, the copy is to stay as it was, which :meth:`settle` finds out.
+        """
+        tensors = list(view.tensors)
+        if buffers is not None:
+            first = len(self.changed()) - len(buffers)
+            tensors[first : first + len(buffers)] = buffers
+        self._doubtful, self.flag = None, flag
+        if [_kind(tensor) for tensor in tensors] != [_kind(tensor) for tensor in self._copies]:
+            copies = [tensor.clone(memory_format=torch.preserve_format) for tensor in tensors]
+            if flag is None or self._view is None:
+                self._view, self._copies = view._replace(tensors=[]), copies
+            else:
+                self._doubtful = view._replace(tensors=[]), copies
+        elif flag is None:
+            torch._foreach_copy_(self._copies, tensors)
+            self._view = view._replace(tensors=[])
+        else:
+            for kept, tensor in zip(self._copies, tensors, strict=True):
+                kept.copy_(torch.where(flag, tensor, kept))
+            self._doubtful = view._replace(tensors=[]), self._copies
+
+    def settle(self, flag: bool) -> None:
+        """Say whether the flag was true."""
+        if self._doubtful is not None and flag:
+            self._view, self._copies = self._doubtful
+        self._doubtful, self.flag = None, None
+
+    def forget(self) -> None:
+        """Drop the copy."""
+        self._view = self._doubtful = self.flag = None
+
+    def restore(self) -> bool:
+        """Put back what was copied.
+
+        Returns:
+            Whether there was a copy.
+        """
+        if self._view is None:
             return False
-        self._load(self._state)
-        self._state = None
+        solver, (_, memory, rest) = self._solver, self._view
+        with torch.no_grad():
+            for tensor, kept in zip(self.changed(), self._copies, strict=False):
+                tensor.copy_(kept)
+        for name, (states, groups, schedule) in memory.items():
+            optimizer = solver.optimizers[name]
+            optimizer.state.clear()
+            optimizer.state.update({key: self._back(value) for key, value in states})
+            for group, kept in zip(optimizer.param_groups, groups, strict=True):
+                params = group["params"]
+                group.clear()
+                group.update({"params": params, **self._back(kept)})
+            if schedule is not None:
+                solver.schedulers[name].load_state_dict(copy.deepcopy(schedule))
+        solver.streams["loss"].states, solver.inner_steps, solver.outer_steps, solver.inner_aux = rest
+        solver.optimization.drop_gradients()
         return True
+
+    def _back(self, value: Any) -> Any:
+        """Copies of what was kept, at the places of the tensors."""
+        if isinstance(value, _Place):
+            return self._copies[value.at].clone()
+        if isinstance(value, Tensor):
+            return value if isinstance(value, nn.Parameter) else value.clone()
+        if type(value) in (list, tuple, dict):
+            return _nest(self._back, value)
+        return copy.deepcopy(value)
+
+
+def _map(take: Callable[[Tensor], Any], value: Any) -> Any:
+    """Nested values with tensors replaced, and everything else that could change copied."""
+    if isinstance(value, Tensor):
+        return value if isinstance(value, nn.Parameter) else take(value)
+    if isinstance(value, PLAIN):
+        return value
+    if type(value) in (list, tuple, dict):
+        return _nest(lambda part: _map(take, part), value)
+    return copy.deepcopy(value)
+
+
+def _nest(function: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: function(part) for key, part in value.items()}
+    return type(value)(function(part) for part in value)
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device

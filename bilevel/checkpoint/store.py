@@ -1,0 +1,171 @@
+"""The last few checkpoints of a run, written while it goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, final
+
+from bilevel.checkpoint.errors import CheckpointError
+from bilevel.checkpoint.file import Part, create, load, seal, sync_folder, write
+from bilevel.checkpoint.lock import Lock
+
+
+@final
+class Store:
+    """``NAME`` is the newest checkpoint, ``NAME.1`` the one before, and so on.
+
+    Training waits while the tensors are handed to the operating system. Checksum, disk and names follow in a thread.
+
+    Attributes:
+        path: Of the newest one.
+    """
+
+    def __init__(self, path: Path, keep: int = 2) -> None:
+        """Take the place, and see whether one can write there.
+
+        Args:
+            path: Of the newest one.
+            keep: How many to keep.
+
+        Raises:
+            CheckpointError: If another run uses it, or if it cannot be written.
+        """  # noqa: DOC501
+        self.path = path
+        self._keep = keep
+        self._damaged = False
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+        if path.is_dir():
+            raise CheckpointError(f"checkpoint: {path} is a folder; give the name of a file.")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = Lock(path)
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        try:
+            # What a killed run left behind; nobody else writes here now.
+            for left in path.parent.iterdir():
+                if re.fullmatch(re.escape(path.name) + r"\.[0-9a-f]{16}\.part", left.name):
+                    left.unlink()
+            create(path).drop()
+        except OSError as error:
+            self._lock.release()
+            raise _unwritable(path, error) from error
+
+    def generation(self, number: int) -> Path:
+        """The name of a checkpoint.
+
+        Args:
+            number: 0 for the newest one.
+
+        Returns:
+            Its path.
+        """
+        return self.path if number == 0 else self.path.with_name(f"{self.path.name}.{number}")
+
+    def load(self) -> tuple[dict[str, Any] | None, str | None]:
+        """Read the newest one that is good.
+
+        Returns:
+            The state, or None if there is none; and what was wrong with those that are newer, or None.
+
+        Raises:
+            CheckpointError: If none of those that are there is good.
+        """  # noqa: DOC502
+        found: list[CheckpointError] = []
+        there = [path for path in map(self.generation, range(self._keep + 1)) if os.path.lexists(path)]
+        for path in there:
+            try:
+                state = load(path)
+            except CheckpointError as error:
+                found.append(error)
+                self._damaged |= path == self.path
+                continue
+            if not found and path == self.path:
+                return state, None
+            why = str(found[0]).partition(";")[0] if found else f"checkpoint: {self.path} is missing"
+            return state, f"{why}: the run goes on from {path}, the newest one that is good."
+        if found:
+            raise found[0]
+        return None, None
+
+    def save(self, state: dict[str, Any], before: Callable[[], None] | None = None) -> tuple[float, int]:
+        """Write a state; returns as soon as the state may change again.
+
+        Args:
+            state: Live tensors and plain types.
+            before: What must be on the disk before, called in the thread.
+
+        Returns:
+            The seconds that it took, and the bytes of the file.
+
+        Raises:
+            OSError: If that fails, or if the last one failed.
+        """  # noqa: DOC502
+        start = time.perf_counter()
+        self.wait()
+        part = write(self.path, state)
+        self._thread = threading.Thread(target=self._finish, args=(part, before), name="bilevel checkpoint")
+        self._thread.start()
+        return time.perf_counter() - start, part.size
+
+    def wait(self) -> None:
+        """Wait for the thread.
+
+        Raises:
+            Exception: What went wrong in it; the next call does not raise it again.
+        """  # noqa: DOC502
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Wait for the thread, and let others in."""
+        try:
+            self.wait()
+        finally:
+            self._lock.release()
+
+    def _finish(self, part: Part, before: Callable[[], None] | None) -> None:
+        try:
+            if before is not None:
+                before()
+            seal(part)
+            self._rotate()
+            os.replace(part.path, self.path)
+            sync_folder(self.path.parent)
+        except Exception as error:
+            part.drop()
+            self._error = error
+
+    def _rotate(self) -> None:
+        """Make the present one the one before; there is no moment without a good file."""
+        if self._damaged:
+            os.replace(self.path, self.path.with_name(f"{self.path.name}.damaged"))
+            self._damaged = False
+        if self._keep == 1 or not self.path.exists():
+            return
+        for number in range(self._keep - 1, 1, -1):
+            with suppress(FileNotFoundError):
+                os.replace(self.generation(number - 1), self.generation(number))
+        other = create(self.path)
+        other.drop()
+        try:
+            os.link(self.path, other.path)
+        except OSError:  # the file system knows no links; load finds the one before if the run ends here
+            os.replace(self.path, self.generation(1))
+        else:
+            os.replace(other.path, self.generation(1))
+
+
+def _unwritable(path: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"checkpoint: {path} cannot be written ({error.strerror or error}); choose another place.")

@@ -1,0 +1,93 @@
+"""Signals wait while a step is made, so that Ctrl-C finds it not begun or finished."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, final
+
+SIGNALS = sorted(signal.valid_signals())
+_current: Waiting | None = None
+
+
+@final
+class Waiting:
+    """Signals that have a Python handler wait inside the block, and reach that handler at its end.
+
+    They also do so at each :func:`safe_point` inside, so that a long step can be left early. A second signal of the
+    same kind does not wait. Only the main thread receives signals: in another thread, and in a block inside a block,
+    this does nothing.
+
+    Example:
+        >>> try:
+        ...     with Waiting():
+        ...         signal.raise_signal(signal.SIGINT)
+        ...         print("finished")
+        ... except KeyboardInterrupt:
+        ...     print("interrupted")
+        finished
+        interrupted
+    """
+
+    def __init__(self) -> None:
+        """Wait for nothing yet."""
+        self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+        self._noted: dict[int, FrameType | None] = {}
+        self._outermost = False
+
+    def __enter__(self) -> Waiting:
+        """Begin to wait."""
+        global _current
+        if _current is not None or threading.current_thread() is not threading.main_thread():
+            return self
+        try:
+            self._outermost = True
+            for number in SIGNALS:
+                handler = signal.getsignal(number)
+                if callable(handler):
+                    self._handlers[number] = handler
+                    signal.signal(number, self._handle)
+            _current = self
+        except BaseException:  # a signal came between, and its own handler raised
+            self._give_back()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Hand what came meanwhile to its handlers."""
+        global _current
+        if not self._outermost:
+            return
+        try:
+            self._give_back()
+        finally:
+            _current = None
+            self.deliver()
+
+    def deliver(self) -> None:
+        """Hand what came until now to its handlers, of which one may raise."""
+        if self._noted:
+            number, frame = self._noted.popitem()
+            try:
+                self._handlers[number](number, frame)
+            finally:
+                self.deliver()
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if _current is self and number not in self._noted:
+            self._noted[number] = frame
+        else:  # the second time, or if a signal kept the handlers from being given back
+            self._noted.pop(number, None)
+            self._handlers[number](number, frame)
+
+    def _give_back(self) -> None:
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+
+
+def safe_point() -> None:
+    """Where a step can be left without harm: between passes of the network."""
+    if _current is not None and threading.current_thread() is threading.main_thread():
+        _current.deliver()

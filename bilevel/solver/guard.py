@@ -1,0 +1,161 @@
+"""What happens to a step that is not finite: how far back the solver goes, and whether it goes on."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, NoReturn, final
+
+from bilevel.arguments import check_integer
+from bilevel.response import BestResponse
+from bilevel.solver.finite import DivergenceError, FiniteCheck, NotFinite, NotFiniteWarning, all_finite
+from bilevel.solver.undo import Snapshot
+
+if TYPE_CHECKING:
+    from bilevel.solver.solver import Solver
+
+POLICIES = ("raise", "skip", "rollback")
+
+
+@final
+class Guard:
+    """The copies to which a solver returns, and the rule by which it does.
+
+    Attributes:
+        policy: One of ``POLICIES``.
+        finite: Judges the steps.
+        step: The state before the last inner update, where steps are judged at once. Its loss and gradient were finite.
+        outer: What an outer step changes, before it. That is everything for a method that carries something on.
+        round: The state at the first inner step since the last outer one, where steps are judged later or rolled back.
+        dropped: How many steps were left out.
+    """
+
+    def __init__(self, solver: Solver, policy: str, max_bad_steps: int) -> None:
+        """Guard the steps of a solver.
+
+        Raises:
+            ValueError: If there is no such policy.
+        """
+        if policy not in POLICIES:
+            raise ValueError(f"on_nan must be 'raise', 'skip' or 'rollback', got {policy!r}.")
+        check_integer("max_bad_steps", max_bad_steps, 1)
+        self._solver = solver
+        self.policy = policy
+        self._limit = max_bad_steps
+        self.dropped = 0
+        self._in_a_row = {"inner": 0, "outer": 0}
+        self._reached = {"inner": -1, "outer": -1}
+        names = list(solver.optimizers)
+        self.carries = type(solver.response).commit is not BestResponse.commit
+        small = [name for name in names if name in ("hyper", "scale")]
+        self.step = Snapshot(solver, names, whole=True)
+        self.round = Snapshot(solver, names, whole=True)
+        self.outer = Snapshot(solver, names if self.carries else small, whole=self.carries)
+        at_once = solver.vector.device.type == "cpu" or policy != "raise"
+        self.finite = FiniteCheck(solver.response, solver.vector.detach(), self.round, self.site, at_once=at_once)
+        self._due = True
+
+    def keeps_rounds(self) -> bool:
+        """Whether the start of a round is to be copied now."""
+        return self._due and (not self.finite.at_once or self.policy == "rollback")
+
+    def kept_round(self) -> None:
+        """The start of this round has been copied."""
+        self._due = False
+
+    def good(self, level: str) -> None:
+        """A step was judged good."""
+        steps = self._solver.inner_steps if level == "inner" else self._solver.outer_steps
+        if steps > self._reached[level]:
+            self._in_a_row[level] = 0
+        self._due = self._due or level == "outer"
+
+    def checked(self) -> None:
+        """All steps so far were good: the next inner step begins something that could be undone alone."""
+        self._due = self._due or not self.finite.at_once
+
+    def forget(self) -> None:
+        """Start anew, as after loading a state."""
+        self.finite.forget()
+        for snapshot in (self.step, self.round, self.outer):
+            snapshot.forget()
+        self._due = True
+
+    def rollback(self) -> bool:
+        """Return to the last state whose losses were finite.
+
+        Returns:
+            Whether there is one.
+        """
+        self.finite.forget()
+        self._due = True
+        first, second = (self.step, self.round) if self.finite.at_once else (self.round, self.step)
+        return first.restore() or second.restore()
+
+    def handle(self, level: str, bad: NotFinite) -> None:
+        """Return to a good state after a bad step, which has been undone itself.
+
+        Args:
+            level: Of the step that was being made.
+            bad: What was noticed.
+
+        Raises:
+            DivergenceError: If the policy is to raise, or there is no good state.
+        """
+        steps = self._solver.inner_steps if level == "inner" else self._solver.outer_steps
+        unrolled = self._solver.response.unrolled_steps
+        undone = "That step has been undone."
+        if level == "outer" and unrolled and "inner step" in bad.what:
+            undone = "That step and the others of its outer step have been undone."
+        deferred = not self.finite.at_once and "inner step" in bad.what
+        self.finite.forget()
+        if (deferred or self.policy == "rollback") and self.round.restore():
+            undone = "All inner steps since the last outer step have been undone."
+            self._due = True
+        elif not self.is_finite():
+            undone = "The update before it has been undone as well."
+            if not (self.step.restore() or self.round.restore()) or not self.is_finite():
+                undone = "There is no good state to return to: load one, or begin with finite weights."
+                raise DivergenceError(f"{bad.what} {undone} {bad.advice}")
+        if self.policy == "raise":
+            raise DivergenceError(f"{bad.what} {undone} {bad.advice}")
+        self.dropped += 1
+        self._in_a_row[level] += 1
+        self._reached[level] = max(self._reached[level], steps)
+        if self._in_a_row[level] > self._limit:
+            self._give_up(bad, level)
+        warnings.warn(
+            f"{bad.what} {undone} on_nan={self.policy!r} goes on with the next batch; {self.dropped} steps were left "
+            f"out so far, at most {self._limit} in a row may be.",
+            NotFiniteWarning,
+            stacklevel=4,
+        )
+
+    def is_finite(self) -> bool:
+        """Whether the whole state is; waits for the device."""
+        return all_finite(self.step.look().tensors)
+
+    def site(self) -> str | None:
+        """The first part of the state that is not finite; waits for the device.
+
+        Returns:
+            Its name, or None.
+        """
+        solver, response = self._solver, self._solver.response
+        named = {"hyper": solver.vector, **{f"weights[{n!r}]": w for n, w in response.inner.params().items()}}
+        named |= {f"buffer {n!r}": b for n, b in response.inner.buffer_values().items()}
+        named |= {f"response.{n}": p for n, p in [*response.named_parameters(), *response.named_buffers()]}
+        for name, tensor in named.items():
+            if not all_finite([tensor]):
+                return name
+        for name in solver.optimizers:
+            params = len(solver.optimization.params[name])
+            if not all_finite(Snapshot(solver, [name], whole=False).look().tensors[params:]):
+                return f"what the optimizer of the {name} remembers"
+        return None
+
+    def _give_up(self, bad: NotFinite, level: str) -> NoReturn:
+        self.rollback()
+        raise DivergenceError(
+            f"{bad.what} {self._in_a_row[level]} {level} steps in a row were not finite, max_bad_steps={self._limit} "
+            f"allows no more. The solver is back in the last state with finite losses. {bad.advice}"
+        )

@@ -1,0 +1,350 @@
+"""NaN and infinity at every site of a step: noticed by every method, never saved, and the last good state is back."""
+
+import math
+import warnings
+from contextlib import suppress
+from functools import partial
+
+import pytest
+import torch
+from examples import (
+    assert_same,
+    batches,
+    for_outer_step,
+    inner_loss,
+    make_problem,
+    make_solver,
+    network,
+    outer_loss,
+    shortened,
+    solve,
+)
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import bilevel
+from bilevel import DeltaSTN, DivergenceError, LinearSolverError, NotFiniteWarning, Unrolled
+
+METHODS = {name: shortened(method) for name, method in bilevel.METHODS.items()} | {
+    "learned scale": DeltaSTN(entropy=1e-2),
+    "pairs": DeltaSTN(antithetic=True),
+    "one per batch": DeltaSTN(perturb="batch", structure="dense"),
+    "checkpoints": Unrolled(steps=4, checkpoint=True),
+    "restarts": Unrolled(steps=3, restart=True),
+    "forward": Unrolled(steps=3, truncate=2, mode="forward"),
+}
+VALUES = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+OPTIMIZERS = {
+    "adam": partial(torch.optim.Adam, lr=1e-3, amsgrad=True),
+    "adamw": partial(torch.optim.AdamW, lr=1e-3),
+    "rmsprop": partial(torch.optim.RMSprop, lr=1e-3, centered=True, momentum=0.5),
+    "momentum": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
+    "adagrad": partial(torch.optim.Adagrad, lr=1e-3),
+}
+ENDINGS = ["step", "state_dict"]
+TRAIN, VALID = batches(seed=0), batches(seed=1)
+
+
+class Listing(torch.optim.Optimizer):
+    """Remembers past gradients in a list, as L-BFGS does, and a tensor in its group."""
+
+    def __init__(self, params, lr=1e-3):
+        super().__init__(params, {"lr": lr, "size": None})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["size"] = torch.ones(2) if group["size"] is None else group["size"] + 1
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                past = self.state[param].setdefault("past", [])
+                past.append(param.grad.clone())
+                del past[:-3]
+                param.sub_(group["lr"] * past[-1])
+
+
+def make(method, deferred=False, **changes):
+    problem = make_problem(network(nn.BatchNorm1d(4), nn.Dropout(0.2)), **changes.pop("problem", {}))
+    settings = {"inner_optimizer": OPTIMIZERS["adam"], "outer_optimizer": OPTIMIZERS["rmsprop"]}
+    solver = make_solver(problem, method=METHODS.get(method, method), **{**settings, **changes})
+    if deferred:
+        solver._finite.at_once = False
+    return solver
+
+
+def round_of(solver, index=0):
+    """Inner steps, unless the method returns to the start anyway, then an outer step."""
+    if not solver.response.restarts:
+        for step in range(2):
+            solver.inner_step(TRAIN[(index + step) % 4])
+    solver.outer_step(for_outer_step(solver, TRAIN[index % 4]), VALID[index % 4])
+
+
+def assert_good(state):
+    for key in ("vector", "response", "optimizers"):
+        for leaf in pytree.tree_leaves(state[key]):
+            if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+                assert leaf.isfinite().all(), key
+
+
+def state_tensors(optimizer):
+    leaves = pytree.tree_leaves([list(optimizer.state.values()), [g.get("size") for g in optimizer.param_groups]])
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+
+
+def sites(solver):
+    """What can be spoiled between two steps, by name."""
+    response = solver.response
+    found = {"λ": solver.vector, "weights": response.inner.weights[0]}
+    found |= {f"buffer {name}": b for name, b in response.named_buffers() if b.is_floating_point() and b.numel()}
+    rest = solver.optimization.params.get("response", [])
+    found |= {"Θ": rest[0]} if rest else {}
+    found |= {"σ": response.scale.raw} if "scale" in solver.optimizers else {}
+    for name, optimizer in solver.optimizers.items():
+        found |= {f"optimizer of {name} {i}": tensor for i, tensor in enumerate(state_tensors(optimizer))}
+    return found
+
+
+def spoil(tensor, value):
+    tensor.data.view(-1)[0] = value
+
+
+def check_site(method, site, value, deferred, ending, **changes):
+    """Spoil one entry after good rounds: it is noticed, and the state that comes back is a good one."""
+    solver = make(method, deferred, **changes)
+    for index in range(2):
+        round_of(solver, index)
+    spoil(sites(solver)[site], value)
+    if ending == "state_dict":
+        with pytest.raises(DivergenceError):
+            solver.state_dict()
+    else:
+        # What a method draws anew in every outer step is not read, and the next state does not hold it.
+        unread = solver.response.restarts and site not in ("λ", "optimizer of hyper 0", "optimizer of hyper 1")
+        with suppress(DivergenceError) if unread else pytest.raises((DivergenceError, LinearSolverError)):
+            round_of(solver, 2)
+    assert_good(solver.state_dict())
+    solver.evaluate(VALID)
+    round_of(solver, 3)
+
+
+def _sites_of(method, **changes):
+    solver = make(method, **changes)
+    round_of(solver)
+    return list(sites(solver))
+
+
+def hash_of(text):
+    return sum(map(ord, text))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_spoiled_state_is_noticed(method):
+    """A sample: other sites, values and ways for each method."""
+    found = _sites_of(method)
+    for site in {"λ", *found[hash_of(method) % 5 :: 11]}:
+        number = hash_of(method + site)
+        check_site(method, site, list(VALUES.values())[number % 3], number % 2 > 0, ENDINGS[number // 2 % 2])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_spoiled_state_is_noticed_everywhere(method, value, deferred, ending):
+    for site in _sites_of(method):
+        check_site(method, site, VALUES[value], deferred, ending)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "listing"])
+def test_a_spoiled_memory_of_every_optimizer_is_noticed(name, deferred):
+    optimizer = OPTIMIZERS.get(name, Listing)
+    changes = {"inner_optimizer": optimizer, "outer_optimizer": optimizer}
+    for site in [site for site in _sites_of("delta_stn", **changes) if site.startswith("optimizer")][::5]:
+        check_site("delta_stn", site, math.inf, deferred, "step", **changes)
+
+
+class Spoiled:
+    """A loss that is spoiled when asked to: its value, or only its gradient."""
+
+    def __init__(self, loss, value, part):
+        self.loss, self.value, self.part, self.on = loss, value, part, False
+
+    def __call__(self, model, hyper, batch):
+        loss = self.loss(model, hyper, batch)
+        if not self.on:
+            return loss
+        # The square root of zero has the value 0 and an infinite slope.
+        return loss + self.value if self.part == "value" else loss + (loss * 0).sqrt() * math.copysign(1, self.value)
+
+
+def check_loss(method, level, value, part, deferred):
+    loss = Spoiled({"inner": inner_loss, "outer": outer_loss}[level], value, part)
+    solver = make(method, deferred, problem={f"{level}_loss": loss})
+    for index in range(2):
+        round_of(solver, index)
+    before = solver.state_dict()
+    loss.on = True
+    with pytest.raises((DivergenceError, LinearSolverError)):
+        round_of(solver, 2)
+    loss.on = False
+    assert_good(solver.state_dict())
+    if level == "inner" and not deferred:
+        assert_same(solver.state_dict(), before)
+    round_of(solver, 2)
+
+
+LOSSES = [(level, part) for level in ("inner", "outer") for part in ("value", "gradient")]
+
+
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("level", ["inner", "outer"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_loss_or_gradient_is_noticed(method, level):
+    part, deferred = ["value", "gradient"][hash_of(method) % 2], hash_of(level + method) % 3 > 0
+    check_loss(method, level, list(VALUES.values())[hash_of(method + level) % 3], part, deferred)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("unchecked")
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize(("level", "part"), LOSSES)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_loss_or_gradient_is_noticed_everywhere(method, level, part, deferred, value):
+    check_loss(method, level, VALUES[value], part, deferred)
+
+
+@pytest.mark.parametrize("rate", [1e30, 1e36])
+@pytest.mark.parametrize("optimizer", ["adam", "momentum", "rmsprop"])
+@pytest.mark.parametrize("method", ["stn", "delta_stn", "implicit_cg", "unrolled"])
+def test_the_solution_after_an_overflow_of_the_optimizer_is_of_use(method, optimizer, rate):
+    """Also where the exploded weights are finite, but no loss is."""
+    exploding = partial(OPTIMIZERS[optimizer].func, lr=rate)
+    with warnings.catch_warnings(), pytest.raises((DivergenceError, LinearSolverError)) as caught:
+        warnings.simplefilter("ignore")
+        solve(method=METHODS[method], inner_optimizer=exploding, steps=9, warmup=0, progress=False)
+    if isinstance(caught.value, DivergenceError):
+        solution = caught.value.solution
+        assert_good(solution.solver.state_dict())
+        assert math.isfinite(solution.solver.evaluate(VALID))
+
+
+def test_a_large_state_that_is_finite_is_no_error():
+    """Its sum is infinite, no entry is."""
+    solver = make("delta_stn", inner_optimizer=OPTIMIZERS["momentum"])
+    round_of(solver)
+    extra = next(iter(solver.optimizers["weights"].state.values()))
+    extra["mine"] = torch.full((4, 3), 3e38)
+    solver.state_dict()
+    round_of(solver)
+
+
+class TestOnNan:
+    """What ``on_nan`` leaves out."""
+
+    BAD = (TRAIN[0][0] * math.nan, TRAIN[0][1])
+
+    @pytest.mark.parametrize("method", [name for name in METHODS if name != "restarts"])
+    def test_a_skipped_batch_leaves_everything_as_if_it_had_not_been_there(self, method):
+        ours, theirs = make(method, on_nan="skip"), make(method, on_nan="skip")
+        for solver in (ours, theirs):
+            round_of(solver)
+        with pytest.warns(NotFiniteWarning, match="at inner step"):
+            assert ours.inner_step(self.BAD).isnan()
+        with pytest.warns(NotFiniteWarning, match="outer step 1"):
+            ours.outer_step(for_outer_step(ours, TRAIN[1]), self.BAD)
+        assert (ours.bad_steps, theirs.bad_steps) == (2, 0)
+        for solver in (ours, theirs):
+            round_of(solver, 1)
+        assert_same(ours.state_dict(), theirs.state_dict())
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_a_bad_training_batch_of_an_outer_step_is_skipped(self, method):
+        solver = make(method, on_nan="skip")
+        round_of(solver)
+        before = solver.state_dict()
+        reads = not solver.response.pure
+        with pytest.warns(NotFiniteWarning) if reads else warnings.catch_warnings():
+            solver.outer_step(for_outer_step(solver, self.BAD), VALID[0])
+        if reads:
+            assert_same(solver.state_dict(), before)
+
+    def test_rollback_returns_to_the_first_inner_step_since_the_last_outer_one(self):
+        solver = make("delta_stn", on_nan="rollback")
+        round_of(solver)
+        before = solver.state_dict()
+        for batch in TRAIN[:3]:
+            solver.inner_step(batch)
+        with pytest.warns(NotFiniteWarning, match="All inner steps since"):
+            solver.inner_step(self.BAD)
+        assert_same(solver.state_dict(), before)
+        round_of(solver)
+
+    @pytest.mark.parametrize("policy", ["skip", "rollback"])
+    def test_too_many_bad_steps_raise(self, policy):
+        solver = make("delta_stn", on_nan=policy, max_bad_steps=3)
+        round_of(solver)
+        for _ in range(3):
+            with pytest.warns(NotFiniteWarning):
+                solver.inner_step(self.BAD)
+        with pytest.raises(DivergenceError, match=r"4 inner steps in a row.*max_bad_steps=3"):
+            solver.inner_step(self.BAD)
+        assert_good(solver.state_dict())
+
+    @pytest.mark.parametrize("policy", ["skip", "rollback"])
+    @pytest.mark.parametrize("method", ["delta_stn", "implicit_cg", "unrolled"])
+    def test_one_bad_row_does_not_end_a_run(self, method, policy):
+        x, y = (torch.cat(parts) for parts in zip(*TRAIN, strict=True))
+        x = x.clone()
+        x[7, 1] = math.nan
+        train = list(zip(x.split(4), y.split(4), strict=True))
+        with pytest.warns(NotFiniteWarning):
+            solution = solve(None, train, train, method=METHODS[method], on_nan=policy, steps=8, warmup=1,
+                             progress=False)  # fmt: skip
+        assert solution.stopped == "steps"
+        assert solution.history["bad_steps"][-1] >= 2
+        assert_good(solution.solver.state_dict())
+        assert math.isfinite(solution.history["validation_loss"][-1])
+
+    def test_arguments(self):
+        with pytest.raises(ValueError, match="on_nan must be 'raise', 'skip' or 'rollback', got 'ignore'"):
+            make("delta_stn", on_nan="ignore")
+        with pytest.raises(ValueError, match="max_bad_steps"):
+            make("delta_stn", max_bad_steps=0)
+
+
+class TestFiles:
+    """``Solver.save`` and ``Solver.load``."""
+
+    @pytest.mark.parametrize("method", METHODS)
+    def test_a_run_goes_on_bit_for_bit(self, method, tmp_path):
+        ours, theirs = make(method, seed=1), make(method, seed=2)
+        round_of(ours)
+        ours.save(tmp_path / "state")
+        theirs.load(str(tmp_path / "state"))
+        for solver in (ours, theirs):
+            round_of(solver, 1)
+        assert_same(theirs.state_dict(), ours.state_dict())
+
+    def test_a_bad_state_is_not_saved_and_another_one_not_loaded(self, tmp_path):
+        file = tmp_path / "state"
+        solver = make("delta_stn")
+        round_of(solver)
+        solver.save(file)
+        good = file.read_bytes()
+        spoil(solver.vector, -math.inf)
+        with pytest.raises(DivergenceError):
+            solver.save(file)
+        assert file.read_bytes() == good
+        with pytest.raises(ValueError, match=r"state: .*saved with method DeltaSTN"):
+            make("stn").load(file)
+        state = solver.state_dict()
+        state["vector"][0] = math.inf
+        before = solver.state_dict()
+        with pytest.raises(ValueError, match="not finite"):
+            solver.load_state_dict(state)
+        assert_same(solver.state_dict(), before)
