@@ -139,22 +139,26 @@ def embedding(
     sparse: bool = False,
 ) -> Tensor:
     """A row is the vector of a token. Indices that come from the inputs belong to examples; others choose rows."""
-    rows = mode.rows(weight, function)
-    if rows is None or max_norm is not None or sparse:
+    if not mode.responds(weight) or max_norm is not None or sparse:
         reason = "as other than the table, with max_norm or with sparse gradients"
         raise NotImplementedError(mode.refusal(mode.name(input, weight), function, reason))
+    found = mode.weight(weight)
+    if len(weight) > 1 and found.factor.shape[2] > 1:
+        raise NotImplementedError(mode.refusal(found.name, function, "while its rows are not in dimension 0"))
+    numbers = found.factor.expand(-1, len(weight), -1)
     counts = input.shape[:1] == (mode.count,)
     expanded = input.ndim > 1 and input.stride(0) == 0
     ids = input[:1] if expanded else input
     options = (padding_idx, None, norm_type, scale_grad_by_freq)
     vectors = F.embedding(ids, weight, *options)
-    template = vectors if mode.weight(weight).grows else F.embedding(ids, rows.template, *options)
+    template = vectors if found.grows else F.embedding(ids, found.template, *options)
     of_examples = counts and not expanded and mode.origins.from_inputs(input)
     if of_examples:
         mode.check(input, function, weight)
-        factor = rows.factor.gather(1, input.reshape(mode.count, -1)).reshape(*input.shape, 1)
+        index = input.reshape(mode.count, -1, 1).expand(-1, -1, numbers.shape[2])
+        factor = numbers.gather(1, index).reshape(*input.shape, -1)
     else:
-        factor = rows.factor[:, ids, None]
+        factor = numbers[:, ids]
     if padding_idx is not None:  # its vector gets no gradient, so neither does its response
         padded = (ids == padding_idx % len(weight))[..., None]
         factor = torch.where(padded, factor.detach(), factor)
