@@ -127,6 +127,27 @@ class ByRows(nn.Module, ABC):
         """
         return {name: rows.change() for name, rows in self.rows(shift, weights).items()}
 
+    def transposed(self, cotangents: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Tensor:
+        r"""The transposed action on cotangents of the weights, without a product as large as a weight.
+
+        .. math:: \sum_r \mathbf{U}_r\, (\mathbf{C}_r^\top \mathbf{R}_r)
+
+        Args:
+            cotangents: Of some of the weights, by name; others are not looked at.
+            weights: Their present values, by name.
+
+        Returns:
+            Shape ``(h,)``.
+        """
+        sums = []
+        for index, (name, count) in enumerate(zip(self.names, self.counts, strict=True)):
+            if name in cotangents:
+                c, r = cotangents[name].to(self.factor.dtype), self.template(index, weights[name])
+                sums.append((c.reshape(count, 1, -1) @ r.reshape(count, -1, 1)).reshape(count))
+            else:
+                sums.append(self.factor.new_zeros(count))
+        return self.factor @ torch.cat(sums)
+
 
 class _SlopeOnly(torch.autograd.Function):
     """Zero, with the slope of a product in its second factor; the product itself is spared."""
@@ -134,7 +155,7 @@ class _SlopeOnly(torch.autograd.Function):
     @staticmethod
     @override
     def forward(shift: Tensor, factor: Tensor) -> Tensor:
-        return factor.new_zeros(*shift.shape[:-1], factor.shape[-1])
+        return factor.new_zeros(()).expand(*shift.shape[:-1], factor.shape[-1])
 
     @staticmethod
     @override

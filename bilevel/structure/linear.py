@@ -64,26 +64,32 @@ def bilinear(
         # Input units that grow are inputs that grow; the weight then responds no more.
         value, tangent = mode.split(mode.join(value, tangent, along(found.factor, value) * value))
         found = None
-    shifts = None if bias is None or not mode.responds(bias) else along(mode.change(bias), value)
+
+    def shifted(response: Tensor | None) -> Tensor | None:
+        if bias is None or not mode.responds(bias):
+            return response
+        change = along(mode.change(bias), value)
+        return change if response is None else response + change
+
     if found is None or not found.grows:
         y = op(value, weight, bias)
-        responses = [None if tangent is None else op(tangent, weight, None), shifts]
+        responses = [shifted(None if tangent is None else op(tangent, weight, None))]
         if found is not None and rows == [into]:
             responses.append(op(value * along(found.factor, value), found.template, None))
         elif found is not None:
             responses.append(along(found.factor, y) * op(value, found.template, None))
         return mode.join(y, *responses)
     # A weight that grows needs no product of its own: its response is W x, scaled.
-    product, factor = op(value, weight, None), along(found.factor, value)
+    factor = along(found.factor, value)
     offset = None if bias is None else along(bias.expand(mode.count, -1), value)
     if mode.linearized:
-        y = product if offset is None else (product + offset).to(product.dtype)
-        response = factor * product if shifts is None else torch.addcmul(shifts, factor, product)
-        return mode.join(y, None if tangent is None else op(tangent, weight, None), response)
-    if offset is None:
-        y = (1 + factor) * product
-    else:
-        y = torch.addcmul(offset if shifts is None else offset + shifts, 1 + factor, product)
+        # In an order that has few tensors of the size of the output alive at once.
+        response = shifted(None if tangent is None else op(tangent, weight, None))
+        product = op(value, weight, None)
+        response = factor * product if response is None else torch.addcmul(response, factor, product)
+        return mode.join(product if offset is None else (product + offset).to(product.dtype), response)
+    product, offset = op(value, weight, None), shifted(offset)
+    y = (1 + factor) * product if offset is None else torch.addcmul(offset, 1 + factor, product)
     return y.to(product.dtype)  # which is that of autocast where it is on
 
 
