@@ -199,7 +199,7 @@ def _nest(function: Callable[[Any], Any], value: Any) -> Any:
     return type(value)(function(part) for part in value)
 
 
-def _copied(tensors: Sequence[Tensor], old: Sequence[Tensor]) -> list[Tensor]:
+def _copied(tensors: list[Tensor], old: list[Tensor]) -> list[Tensor]:
     """Copies, in the memory of old ones where they fit: a state that grows must not be there twice."""
     if [_kind(tensor) for tensor in tensors] == [_kind(tensor) for tensor in old]:
         torch._foreach_copy_(old, tensors)

@@ -118,8 +118,9 @@ class Theta(nn.Module):
         Returns:
             Shape ``(h,)``.
         """
-        parts = [*self.by_rows, *([] if self.dense is None else [self.dense])]
-        return torch.stack([part.transposed(cotangents, weights) for part in parts]).sum(0)
+        found = [part.transposed(cotangents, weights) for part in self.by_rows]
+        found += [] if self.dense is None else [self.dense.transposed(cotangents, weights)]
+        return torch.stack(found).sum(0)
 
     @override
     def forward(self, shift: Tensor, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

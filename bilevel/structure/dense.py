@@ -62,10 +62,12 @@ class Dense(nn.Module):
         Returns:
             Shape ``(h,)``.
         """
-        total = self.slopes[0].new_zeros(len(self.slopes[0]))
-        for name, slope in zip(self.names, self.slopes, strict=True):
-            if name in cotangents:
-                total = total + slope.reshape(len(slope), -1) @ cotangents[name].reshape(-1).to(slope.dtype)
+        slopes = dict(zip(self.names, self.slopes, strict=True))
+        first: Tensor = self.slopes[0]
+        total = first.new_zeros(len(first))
+        for name, cotangent in cotangents.items():
+            if name in slopes:
+                total = total + slopes[name].reshape(len(first), -1) @ cotangent.flatten().to(first.dtype)
         return total
 
 
