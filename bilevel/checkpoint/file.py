@@ -12,8 +12,9 @@ import os
 import secrets
 import stat
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import torch
 
@@ -22,26 +23,35 @@ from bilevel.checkpoint.errors import CheckpointError
 
 MAGIC = b"bilevel checkpoint 3\n"
 DIGITS, DIGEST, ALIGNMENT, CHUNK = 16, 32, 64, 1 << 20
-LONGEST_HEADER = 1 << 28
+KIND = 19
+"""So many bytes of the first line are the same in every version."""
+LONGEST_HEADER = 1 << 26
 
 
-class Part(NamedTuple):
+@dataclass
+class Part:
     """A file that is not in its place yet.
 
     Attributes:
         path: A name that nobody can foresee.
-        descriptor: Open for reading and writing.
+        descriptor: Open for reading and writing; -1 when it is closed.
         size: Bytes written so far.
     """
 
     path: Path
     descriptor: int
-    size: int
+    size: int = 0
+
+    def close(self) -> None:
+        """Close it, once: the number of the descriptor may be in use by somebody else afterwards."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def drop(self) -> None:
         """Close and remove it."""
         with suppress(OSError):
-            os.close(self.descriptor)
+            self.close()
         with suppress(OSError):
             self.path.unlink()
 
@@ -71,7 +81,7 @@ def create(path: Path) -> Part:
     """
     part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-    return Part(part, os.open(part, flags, 0o666), 0)
+    return Part(part, os.open(part, flags, 0o666))
 
 
 def write(path: Path, state: dict[str, Any]) -> Part:
@@ -105,7 +115,8 @@ def write(path: Path, state: dict[str, Any]) -> Part:
     except BaseException:
         part.drop()
         raise
-    return part._replace(size=size)
+    part.size = size
+    return part
 
 
 def seal(part: Part) -> int:
@@ -126,12 +137,12 @@ def seal(part: Part) -> int:
             raise OSError(f"{part.path} has {file.tell()} bytes instead of {part.size}")
         _put(file, digest.digest())
         os.fsync(file.fileno())
-    os.close(part.descriptor)
+    part.close()
     return part.size + DIGEST
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """Read what :func:`save` wrote, to the CPU. Never runs code, and takes no more memory than the file has bytes.
+    """Read what :func:`save` wrote, to the CPU. Never runs code, and takes memory for what is in the file only.
 
     Returns:
         The state.
@@ -141,9 +152,7 @@ def load(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path)
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise CheckpointError(f"checkpoint: {path} is not a file; choose another name.")
-        with path.open("rb") as file:
+        with open_file(path) as file:
             state = _read(path, file)
     except CheckpointError:
         raise
@@ -159,10 +168,44 @@ def load(path: str | Path) -> dict[str, Any]:
 REMEDY = "remove it to start anew."
 
 
+def open_file(path: Path) -> BinaryIO:
+    """Open a file for reading; what is no file, such as a pipe, is not waited for.
+
+    Returns:
+        The open file.
+
+    Raises:
+        CheckpointError: If it is something else.
+        OSError: If it cannot be opened.
+    """  # noqa: DOC502
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"checkpoint: {path} is not a file; choose another name.")
+    return os.fdopen(descriptor, "rb")
+
+
+def check_own(path: Path) -> None:
+    """Refuse to replace a file that is something else.
+
+    Raises:
+        CheckpointError: If there is a file that was not written by bilevel.
+    """
+    try:
+        with open_file(path) as file:
+            if file.read(KIND) == MAGIC[:KIND]:
+                return
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise CheckpointError(f"checkpoint: {path} cannot be read ({error.strerror or error}).") from error
+    raise CheckpointError(f"checkpoint: {path} was not written by bilevel; choose another name, or remove it.")
+
+
 def _read(path: Path, file: BinaryIO) -> Any:
     size = os.fstat(file.fileno()).st_size
     lead = file.read(len(MAGIC) + DIGITS)
-    if lead.startswith(MAGIC[:19]) and not lead.startswith(MAGIC):
+    if lead.startswith(MAGIC[:KIND]) and not lead.startswith(MAGIC):
         raise CheckpointError(f"checkpoint: {path} was written by another version of bilevel; {REMEDY}")
     if not lead.startswith(MAGIC):
         raise CheckpointError(f"checkpoint: {path} was not written by bilevel; choose another name, or remove it.")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, final
 
 from bilevel.checkpoint.errors import CheckpointError
-from bilevel.checkpoint.file import Part, create, load, seal, sync_folder, write
+from bilevel.checkpoint.file import Part, check_own, create, load, seal, sync_folder, write
 from bilevel.checkpoint.lock import Lock
 
 
@@ -47,7 +47,7 @@ class Store:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = Lock(path)
         except OSError as error:
-            raise _unwritable(path, error) from error
+            raise unwritable(path, error) from error
         try:
             # What a killed run left behind; nobody else writes here now.
             for left in path.parent.iterdir():
@@ -56,7 +56,12 @@ class Store:
             create(path).drop()
         except OSError as error:
             self._lock.release()
-            raise _unwritable(path, error) from error
+            raise unwritable(path, error) from error
+
+    @property
+    def locked(self) -> bool:
+        """Whether other processes are kept away; some file systems know no locks."""
+        return self._lock.effective
 
     def generation(self, number: int) -> Path:
         """The name of a checkpoint.
@@ -67,7 +72,7 @@ class Store:
         Returns:
             Its path.
         """
-        return self.path if number == 0 else self.path.with_name(f"{self.path.name}.{number}")
+        return generation(self.path, number)
 
     def load(self) -> tuple[dict[str, Any] | None, str | None]:
         """Read the newest one that is good.
@@ -78,22 +83,16 @@ class Store:
         Raises:
             CheckpointError: If none of those that are there is good.
         """  # noqa: DOC502
-        found: list[CheckpointError] = []
-        there = [path for path in map(self.generation, range(self._keep + 1)) if os.path.lexists(path)]
-        for path in there:
-            try:
-                state = load(path)
-            except CheckpointError as error:
-                found.append(error)
-                self._damaged |= path == self.path
-                continue
-            if not found and path == self.path:
-                return state, None
-            why = str(found[0]).partition(";")[0] if found else f"checkpoint: {self.path} is missing"
-            return state, f"{why}: the run goes on from {path}, the newest one that is good."
-        if found:
-            raise found[0]
-        return None, None
+        state, problem, self._damaged = newest(self.path, self._keep)
+        return state, problem
+
+    def anew(self) -> None:
+        """See that nothing but a checkpoint will be replaced.
+
+        Raises:
+            CheckpointError: If there is another file.
+        """  # noqa: DOC502
+        check_own(self.path)
 
     def save(self, state: dict[str, Any], before: Callable[[], None] | None = None) -> tuple[float, int]:
         """Write a state; returns as soon as the state may change again.
@@ -167,5 +166,45 @@ class Store:
             os.replace(other.path, self.generation(1))
 
 
-def _unwritable(path: Path, error: OSError) -> CheckpointError:
+def generation(path: Path, number: int) -> Path:
+    """The name of a checkpoint: ``path`` for the newest one, number 0."""
+    return path if number == 0 else path.with_name(f"{path.name}.{number}")
+
+
+def newest(path: Path, keep: int = 2) -> tuple[dict[str, Any] | None, str | None, bool]:
+    """Read the newest checkpoint that is good.
+
+    Args:
+        path: Of the newest one.
+        keep: How many there may be.
+
+    Returns:
+        The state, or None if there is none; what was wrong with those that are newer, or None; and whether there is
+        something at ``path`` that cannot be read.
+
+    Raises:
+        CheckpointError: If none of those that are there is good.
+    """  # noqa: DOC502
+    found: list[CheckpointError] = []
+    damaged = False
+    for place in (generation(path, number) for number in range(keep + 1)):
+        if not os.path.lexists(place):
+            continue
+        try:
+            state = load(place)
+        except CheckpointError as error:
+            found.append(error)
+            damaged |= place == path
+            continue
+        if not found and place == path:
+            return state, None, False
+        why = str(found[0]).partition(";")[0] if found else f"checkpoint: {path} is missing"
+        return state, f"{why}: the run goes on from {place}, the newest one that is good.", damaged
+    if found:
+        raise found[0]
+    return None, None, False
+
+
+def unwritable(path: Path, error: OSError) -> CheckpointError:
+    """What to say if a file cannot be written."""
     return CheckpointError(f"checkpoint: {path} cannot be written ({error.strerror or error}); choose another place.")

@@ -66,6 +66,7 @@ def result(solution: bilevel.Solution) -> object:
 
 def _quietly(action: Callable[[], object]) -> None:
     warnings.simplefilter("ignore")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     action()
 
 

@@ -322,8 +322,9 @@ class TestFiles:
 
     @pytest.mark.parametrize("method", METHODS)
     def test_a_run_goes_on_bit_for_bit(self, method, tmp_path):
-        ours, theirs = make(method, seed=1), make(method, seed=2)
+        ours, theirs = make(method, seed=1), make(method, seed=1)
         round_of(ours)
+        round_of(theirs, 1)
         ours.save(tmp_path / "state")
         theirs.load(str(tmp_path / "state"))
         for solver in (ours, theirs):
@@ -340,7 +341,7 @@ class TestFiles:
         with pytest.raises(DivergenceError):
             solver.save(file)
         assert file.read_bytes() == good
-        with pytest.raises(ValueError, match=r"state: .*saved with method DeltaSTN"):
+        with pytest.raises(ValueError, match=r"state is of another run: method was DeltaSTN"):
             make("stn").load(file)
         state = solver.state_dict()
         state["vector"][0] = math.inf
