@@ -149,7 +149,7 @@ class Feed:
         set_global(start["global"])
         own = generators(self.loader)
         if len(own) != len(start["generators"]):
-            return f"{self.name}: it has {len(own)} random generators, and had {len(start['generators'])}"
+            return f"{self.name}: number of random generators was {len(start['generators'])}, this call has {len(own)}"
         for generator, saved in zip(own, start["generators"], strict=True):
             _restore(generator, saved)
         for index in range(max(1, state["given"])):

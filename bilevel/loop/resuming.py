@@ -8,26 +8,27 @@ from bilevel.arguments import check_integer
 from bilevel.checkpoint import CheckpointError
 from bilevel.loop.keeping import Keeper
 from bilevel.loop.run import Run
-from bilevel.solver import Solver
 from bilevel.solver.files import refusal
-from bilevel.solver.fingerprint import FIXED, OPTIMIZERS, Fingerprint, differences, taken_over
+from bilevel.solver.fingerprint import FIXED, OPTIMIZERS, SCHEDULERS, Fingerprint, differences, taken_over
 
 
-def fingerprint_of(solver: Solver, settings: dict[str, Any], *, default_outer: bool) -> Fingerprint:
+def fingerprint_of(run: Run, settings: dict[str, Any], *, default_outer: bool) -> Fingerprint:
     """Describe a run, before its first step.
 
     Args:
-        solver: Fresh.
+        run: Fresh.
         settings: Those of the loop.
         default_outer: Whether the outer optimizer was left to :func:`solve`, which makes it from the number of rounds.
 
     Returns:
         By argument, and within it by setting: plain types.
     """
-    found = solver.fingerprint | {name: {"": value} for name, value in settings.items()}
+    optimizers = run.solver.optimizers
+    found = run.solver.fingerprint | {name: {"": value} for name, value in settings.items()}
     if default_outer:
-        found |= {OPTIMIZERS[name]: {"": "the default"} for name in ("hyper", "scale") if name in solver.optimizers}
-    return found
+        found |= {OPTIMIZERS[name]: {"": "the default"} for name in ("hyper", "scale") if name in optimizers}
+    advances = {"advances": "every epoch" if run.schedule_by_epoch else "every round"}
+    return found | {SCHEDULERS[name]: found[SCHEDULERS[name]] | advances for name in run.solver.schedulers}
 
 
 def kept_settings(state: dict[str, Any] | None) -> dict[str, Any]:

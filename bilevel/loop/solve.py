@@ -239,9 +239,7 @@ def solve(
             "warmup": warmup,
             "evaluate_every": evaluate_every,
         }
-        if solver.schedulers:
-            settings["schedules advance"] = "every epoch" if epochs is not None else "every round"
-        run.fingerprint = fingerprint_of(solver, settings, default_outer=outer_optimizer is None)
+        run.fingerprint = fingerprint_of(run, settings, default_outer=outer_optimizer is None)
         settings |= {"inner_clip": inner_clip, "outer_clip": outer_clip, "compile": compile, "seed": seed}
         if state is not None:
             go_on(run, state, keeper, override=resume == "override")

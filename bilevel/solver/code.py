@@ -12,7 +12,7 @@ import sys
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
-from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType, SimpleNamespace
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, final
 
 import numpy as np
@@ -130,7 +130,9 @@ class _Walk:
             self._class(value, depth + 1)
         elif isinstance(value, Namespace | SimpleNamespace) or dataclasses.is_dataclass(value):
             self._collection(_attributes(value), depth + 1)
-        elif callable(value) and not isinstance(value, BuiltinFunctionType):
+        elif inspect.isroutine(value):
+            self.add(getattr(value, "__module__", None) or "", getattr(value, "__qualname__", ""))
+        elif callable(value):
             self.see(getattr(value, "__wrapped__", None), depth + 1)
             self._bound(getattr(type(value), "__call__", None), value, depth + 1)  # noqa: B004
 
@@ -190,9 +192,9 @@ class _Walk:
         if isinstance(owner, type):
             return
         own = _attributes(owner)
-        for name in sorted(_names(function.__code__)):
-            if name in own and (not isinstance(owner, nn.Module) or isinstance(own[name], PLAIN)):
-                if name != "training":
+        for name in sorted(_names(function.__code__) | {"__call__"}):  # which has no name where it is called
+            if name in own:
+                if name != "training" and not isinstance(own[name], nn.Module):
                     self.add(name)
                     self.see(own[name], depth)
             elif isinstance(called := inspect.getattr_static(type(owner), name, None), FunctionType):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import re
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ OPTIMIZERS = {
     "hyper": "outer_optimizer",
     "scale": "outer_optimizer for the scale",
 }
+SCHEDULERS = {name: argument.replace("optimizer", "scheduler") for name, argument in OPTIMIZERS.items()}
 FIXED = ("method", "hyper", "weights", "dtype")
 """What cannot be taken over: the state of the run has another form then."""
 
@@ -71,7 +73,7 @@ def fingerprint(solver: Solver, seed: int, *, compile: bool) -> Fingerprint:
             own |= {f"{k}{of}": _plain(v) for k, v in group.items() if k not in ("params", "param_names", "initial_lr")}
         found[OPTIMIZERS[name]] = {key: value for key, value in own.items() if value is not NotImplemented}
         scheduler = solver.schedulers.get(name)
-        found[_schedule(name)] = {"class": "none"} if scheduler is None else _of_scheduler(scheduler)
+        found[SCHEDULERS[name]] = {"class": "none"} if scheduler is None else _of_scheduler(scheduler)
     functions = {"network": problem.module, "initial": problem.user_initial, **problem.user_losses}
     found |= {
         name: {"code": code_of(function), "python": list(sys.version_info[:2])} for name, function in functions.items()
@@ -102,7 +104,10 @@ def differences(before: Any, now: Fingerprint) -> dict[str, str]:
         keys = [key for key in {**old, **values} if old.get(key, NotImplemented) != values.get(key, NotImplemented)]
         key = next(key for key in ("", "class", *keys) if key in keys)
         one, other = (values.get(key, values.get("class", "nothing")) for values in (old, values))
-        found[name] = f"{f'{name}: {key}' if key else name} was {_show(one)}, this call has {_show(other)}"
+        what = f"{name}: {key}" if key else name
+        hashed = any(re.search(r"\b[0-9a-f]{64}\b", f"{value}") for value in (one, other))
+        was = "is another one" if hashed else f"was {_show(one)}, this call has {_show(other)}"
+        found[name] = f"{what} {was}"
     return found
 
 
@@ -124,7 +129,7 @@ def taken_over(solver: Solver, state: dict[str, Any], before: Fingerprint, chang
     if "seed" in changed or "device" in changed:
         state["streams"] = own["streams"]
     for name, mine in own["optimizers"].items():
-        argument, schedule = OPTIMIZERS[name], _schedule(name)
+        argument, schedule = OPTIMIZERS[name], SCHEDULERS[name]
         if argument not in changed and schedule not in changed:
             continue
         kept = state["optimizers"][name]["state"]
@@ -147,21 +152,23 @@ def _fits(before: dict[str, Any], now: str, own: dict[str, Any]) -> bool:
     return now == "SGD" or all(before.get(key, group.get(key)) == group.get(key) for key in SHAPING)
 
 
-def _schedule(name: str) -> str:
-    return OPTIMIZERS[name].replace("optimizer", "scheduler")
-
-
 def _of_scheduler(scheduler: LRScheduler) -> dict[str, Any]:
-    values = {key: _plain(value) for key, value in vars(scheduler).items() if key != "optimizer"}
-    return {"class": type(scheduler).__name__} | {k: v for k, v in values.items() if v is not NotImplemented}
+    found: dict[str, Any] = {"class": type(scheduler).__name__}
+    for key, value in vars(scheduler).items():
+        parts = value if isinstance(value, list | tuple) else [value]
+        if parts and all(isinstance(part, LRScheduler) for part in parts):
+            for index, part in enumerate(parts):
+                name = f"{type(part).__name__} {index}"
+                found |= {f"{name}, {inner}": entry for inner, entry in _of_scheduler(part).items()}
+        elif key not in ("optimizer", "base_lrs", "_last_lr") and (entry := _plain(value)) is not NotImplemented:
+            found[key] = entry
+    return found
 
 
 def _plain(value: Any) -> Any:
     """A setting that can be compared after it was written and read; NotImplemented for one that cannot."""
     if isinstance(value, Tensor):
         return float(value) if value.numel() == 1 else digest(value)
-    if isinstance(value, LRScheduler):
-        return _plain(_of_scheduler(value))
     if isinstance(value, list | tuple):
         entries = [_plain(entry) for entry in value]
         return NotImplemented if any(entry is NotImplemented for entry in entries) else entries
