@@ -19,6 +19,7 @@ from examples import (
     shortened,
     solve,
 )
+from faulty import tally
 from torch import nn
 from torch.utils import _pytree as pytree
 
@@ -156,6 +157,7 @@ def test_a_spoiled_state_is_noticed(method):
 def test_a_spoiled_state_is_noticed_everywhere(method, value, deferred, ending):
     for site in _sites_of(method):
         check_site(method, site, VALUES[value], deferred, ending)
+        tally("NaN and inf in the state: every site, every method, now and deferred, noticed and never saved", 1)
 
 
 @pytest.mark.parametrize("deferred", [False, True])
@@ -216,6 +218,7 @@ def test_a_loss_or_gradient_is_noticed(method, level):
 @pytest.mark.parametrize("method", METHODS)
 def test_a_loss_or_gradient_is_noticed_everywhere(method, level, part, deferred, value):
     check_loss(method, level, VALUES[value], part, deferred)
+    tally("NaN and inf in a loss or its gradient: both levels, every method, now and deferred, noticed", 1)
 
 
 @pytest.mark.parametrize("rate", [1e30, 1e36])
