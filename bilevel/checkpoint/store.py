@@ -63,6 +63,11 @@ class Store:
         """Whether other processes are kept away; some file systems know no locks."""
         return self._lock.effective
 
+    @property
+    def busy(self) -> bool:
+        """Whether the last checkpoint is still on its way to the disk."""
+        return self._thread is not None and self._thread.is_alive()
+
     def generation(self, number: int) -> Path:
         """The name of a checkpoint.
 

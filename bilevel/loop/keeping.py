@@ -36,6 +36,7 @@ class Keeper:
         self._every = every
         self._saved_at = time.perf_counter()
         self._saved_round = -1
+        self._due = False
         self._rows = 0
         self._early: list[str] | None = []  # warnings before the first line
         self.log: Log | None = None
@@ -120,9 +121,12 @@ class Keeper:
     def after_round(self, run: Run, *, save: bool) -> None:
         """Write the new rows, and a checkpoint if it is time.
 
+        While the last one is still on its way to the disk, a new one waits for the end of a later round, and training
+        does not wait at all.
+
         Args:
             run: Between two rounds.
-            save: Write a checkpoint in any case.
+            save: Write a checkpoint.
         """
         if self.log is not None:
             used = memory(run.solver.problem.device)
@@ -131,7 +135,9 @@ class Keeper:
             self._rows = len(run.history)
             self._flush()
         due = self._every is not None and time.perf_counter() - self._saved_at >= self._every
-        if self.store is not None and (save or due):
+        self._due = self._due or save or due
+        if self.store is not None and self._due and (run.stopped is not None or not self.store.busy):
+            self._due = False
             self.save(run)
 
     def save(self, run: Run) -> None:
