@@ -11,6 +11,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -92,7 +93,8 @@ def in_child(action: Callable[[], object], *, send: int | None = None, after: fl
     if send is not None:
         time.sleep(after)
         assert child.pid is not None
-        os.kill(child.pid, send)
+        with suppress(ProcessLookupError):  # it may have come to its end
+            os.kill(child.pid, send)
     child.join()
     assert child.exitcode is not None
     return child.exitcode

@@ -7,7 +7,6 @@ import os
 import pickle
 import random
 import shutil
-import time
 import zipfile
 from functools import partial
 
@@ -33,8 +32,8 @@ def whole():
 
     def of(method):
         if method not in found:
-            start = time.perf_counter()
-            found[method] = (result(run(method)), time.perf_counter() - start)
+            solution = run(method)
+            found[method] = (result(solution), solution.history["seconds"][-1])
         return found[method]
 
     return of
