@@ -84,25 +84,33 @@ def create(path: Path) -> Part:
     return Part(part, os.open(part, flags, 0o666))
 
 
-def write(path: Path, state: dict[str, Any]) -> Part:
+def write(path: Path, state: dict[str, Any], spare: Part | None = None) -> Part:
     """Hand a state to the operating system, straight from the memory of its tensors.
 
     Args:
         path: Where it will be.
         state: As for :func:`save`. It may change as soon as this returns.
+        spare: A file that is not needed any more, to be written over: its pages are in memory already, which is many
+            times as fast as new ones where the memory of a machine is virtual.
 
     Returns:
         The file, without its checksum; :func:`seal` writes that.
     """
-    header, tensors = encode(state)
-    start = len(MAGIC) + DIGITS + len(header)
-    size = _end([tensor.numel() * tensor.element_size() for tensor in tensors], start)
-    part = create(path)
+    try:
+        header, tensors = encode(state)
+        start = len(MAGIC) + DIGITS + len(header)
+        size = _end([tensor.numel() * tensor.element_size() for tensor in tensors], start)
+        part = create(path) if spare is None else spare
+    except BaseException:
+        if spare is not None:
+            spare.drop()
+        raise
     try:
         # Room is made first: a full disk is noticed at once, and filling prepared pages is faster.
         if hasattr(os, "posix_fallocate"):
             with suppress(OSError):
                 os.posix_fallocate(part.descriptor, 0, size + DIGEST)
+        os.lseek(part.descriptor, 0, os.SEEK_SET)
         with os.fdopen(part.descriptor, "wb", 0, closefd=False) as file:
             _put(file, MAGIC + f"{len(header):0{DIGITS}x}".encode() + header)
             for tensor in tensors:
@@ -116,6 +124,51 @@ def write(path: Path, state: dict[str, Any]) -> Part:
         part.drop()
         raise
     part.size = size
+    return part
+
+
+def take(path: Path) -> Part | None:
+    """Take a file away from its name, to be written over.
+
+    Args:
+        path: Of a checkpoint that is not needed any more.
+
+    Returns:
+        The file; None if it is not there, is used under another name as well, or is no file.
+    """
+    other = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
+    try:
+        descriptor = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", os.O_EXCL))
+    except OSError:
+        return None
+    part = Part(other, descriptor)
+    found = os.fstat(descriptor)
+    if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
+        with suppress(OSError):
+            os.rename(path, other)
+            return part
+    part.close()
+    return None
+
+
+def blank(path: Path, size: int) -> Part:
+    """Make a file of zeros, to be written over.
+
+    Args:
+        path: Beside which.
+        size: In bytes.
+
+    Returns:
+        The file.
+    """
+    part = create(path)
+    try:
+        with os.fdopen(part.descriptor, "wb", 0, closefd=False) as file:
+            for start in range(0, size, CHUNK):
+                _put(file, bytes(min(CHUNK, size - start)))
+    except BaseException:
+        part.drop()
+        raise
     return part
 
 

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any, final
 
 from bilevel.checkpoint.errors import CheckpointError
-from bilevel.checkpoint.file import Part, check_own, create, load, seal, sync_folder, write
+from bilevel.checkpoint.file import Part, blank, check_own, create, load, seal, sync_folder, take, write
 from bilevel.checkpoint.lock import Lock
+
+LARGE = 1 << 25
+"""Bytes from which on the file of a former checkpoint is written over instead of making a new one."""
 
 
 @final
@@ -21,6 +24,7 @@ class Store:
     """``NAME`` is the newest checkpoint, ``NAME.1`` the one before, and so on.
 
     Training waits while the tensors are handed to the operating system. Checksum, disk and names follow in a thread.
+    Large files are used in turns: the oldest is written over, and there is one more of them than are kept.
 
     Attributes:
         path: Of the newest one.
@@ -41,6 +45,7 @@ class Store:
         self._damaged = False
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        self._spare: Part | None = None
         if path.is_dir():
             raise CheckpointError(f"checkpoint: {path} is a folder; give the name of a file.")
         try:
@@ -99,12 +104,15 @@ class Store:
         """  # noqa: DOC502
         check_own(self.path)
 
-    def save(self, state: dict[str, Any], before: Callable[[], None] | None = None) -> tuple[float, int]:
+    def save(
+        self, state: dict[str, Any], before: Callable[[], None] | None = None, *, last: bool = True
+    ) -> tuple[float, int]:
         """Write a state; returns as soon as the state may change again.
 
         Args:
             state: Live tensors and plain types.
             before: What must be on the disk before, called in the thread.
+            last: Whether no other one is expected; otherwise a file for it is prepared.
 
         Returns:
             The seconds that it took, and the bytes of the file.
@@ -114,8 +122,9 @@ class Store:
         """  # noqa: DOC502
         start = time.perf_counter()
         self.wait()
-        part = write(self.path, state)
-        self._thread = threading.Thread(target=self._finish, args=(part, before), name="bilevel checkpoint")
+        spare, self._spare = self._spare, None
+        part = write(self.path, state, spare)
+        self._thread = threading.Thread(target=self._finish, args=(part, before, last), name="bilevel checkpoint")
         self._thread.start()
         return time.perf_counter() - start, part.size
 
@@ -137,9 +146,11 @@ class Store:
         try:
             self.wait()
         finally:
+            if self._spare is not None:
+                self._spare.drop()
             self._lock.release()
 
-    def _finish(self, part: Part, before: Callable[[], None] | None) -> None:
+    def _finish(self, part: Part, before: Callable[[], None] | None, last: bool) -> None:
         try:
             if before is not None:
                 before()
@@ -150,6 +161,10 @@ class Store:
         except Exception as error:
             part.drop()
             self._error = error
+            return
+        if self._spare is None and part.size >= LARGE and not last:
+            with suppress(OSError):
+                self._spare = blank(self.path, part.size)
 
     def _rotate(self) -> None:
         """Make the present one the one before; there is no moment without a good file."""
@@ -158,6 +173,9 @@ class Store:
             self._damaged = False
         if self._keep == 1 or not self.path.exists():
             return
+        oldest = self.generation(self._keep - 1)
+        if self._spare is None and os.path.lexists(oldest) and oldest.lstat().st_size >= LARGE:
+            self._spare = take(oldest)
         for number in range(self._keep - 1, 1, -1):
             with suppress(FileNotFoundError):
                 os.replace(self.generation(number - 1), self.generation(number))

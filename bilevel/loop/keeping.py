@@ -148,7 +148,7 @@ class Keeper:
         try:
             self.log.flush()
             state = run.state_dict() | {"log": self.log.position()}
-            seconds, size = self.store.save(state, self.log.sync)
+            seconds, size = self.store.save(state, self.log.sync, last=run.stopped is not None)
         except DivergenceError:
             raise
         except Exception as error:  # also what the state_dict of a loader raises: nothing is worth the run

@@ -94,6 +94,25 @@ def test_a_flipped_bit_or_a_cut_is_noticed_and_the_one_before_is_used(two):
     tally("truncations, noticed, with the generation before in use", cuts)
 
 
+def test_large_files_are_used_in_turns(tmp_path, monkeypatch):
+    """The one that is written over is never one that is kept, nor one that somebody has linked to."""
+    monkeypatch.setattr("bilevel.checkpoint.store.LARGE", 0)
+    store = Store(tmp_path / "run.pt")
+    backup = tmp_path / "backup"
+    for number in range(9):
+        size = 3000 if number % 2 else 300
+        store.save({"number": number, "weights": torch.full((size,), float(number))}, last=number == 8)
+        store.wait()
+        for age in range(min(number + 1, 2)):
+            assert load(store.generation(age))["number"] == number - age
+        if number == 4:
+            os.link(store.generation(1), backup)
+    assert load(backup)["number"] == 3
+    assert len(list(tmp_path.glob("*.part"))) == 1
+    store.close()
+    assert {path.name for path in tmp_path.iterdir()} == {"run.pt", "run.pt.1", "backup"}
+
+
 def test_a_damaged_checkpoint_is_replaced_by_the_one_before(tmp_path, whole):
     file = tmp_path / "run.pt"
     run("delta_stn", file, steps=8)
