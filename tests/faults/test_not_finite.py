@@ -313,6 +313,21 @@ class TestOnNan:
         assert_good(solution.solver.state_dict())
         assert math.isfinite(solution.history["validation_loss"][-1])
 
+    def test_a_run_with_bad_rows_goes_on_to_the_last_bit(self, tmp_path):
+        """Also the number of steps that were left out."""
+        x = torch.cat([batch[0] for batch in TRAIN]).clone()
+        x[7, 1] = math.nan
+        train = list(zip(x.split(5), [batch[1] for batch in TRAIN], strict=True))
+        settings = {"method": "delta_stn", "on_nan": "skip", "steps": 9, "warmup": 1, "progress": False}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", NotFiniteWarning)
+            whole = solve(None, train, **settings)
+            solve(None, train, checkpoint=tmp_path / "run", callbacks=[lambda event: event.index == 5], **settings)
+            rest = solve(None, train, checkpoint=tmp_path / "run", **settings)
+        assert whole.history["bad_steps"][-1] > whole.history["bad_steps"][4] > 0
+        assert list(rest.history["bad_steps"]) == list(whole.history["bad_steps"])
+        assert_same(rest.solver.state_dict(), whole.solver.state_dict())
+
     def test_arguments(self):
         with pytest.raises(ValueError, match="on_nan must be 'raise', 'skip' or 'rollback', got 'ignore'"):
             make("delta_stn", on_nan="ignore")
