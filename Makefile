@@ -5,7 +5,7 @@ BIN := .venv/bin
 export PYTHONUTF8 := 1
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test fuzz docs linear cleaning fewshot format clean
+.PHONY: demo test fuzz faults docs linear cleaning fewshot format clean
 
 demo: .venv/.demo  ## tune an MLP on scikit-learn's digits with three methods, against fixed hyperparameters and random search
 	$(BIN)/python -m applications.digits
@@ -25,6 +25,10 @@ fuzz: .venv/.test  ## property tests at random: ROUNDS=3, FACTOR=20 times the ex
 		echo "Round $$round of $(ROUNDS), seed $$seed"; \
 		$(BIN)/python -m pytest --fuzz=$(FACTOR) --hypothesis-seed=$$seed --timeout=3600 $(TESTS) || status=1; \
 	done; exit $$status
+
+FAULTS ?= tests/faults
+faults: .venv/.test  ## kills, signals, damaged and hostile files, full disks, NaN: the long form; figures go to docs/results/faults.txt
+	FAULTS=long $(BIN)/python -m pytest --timeout=7200 -m "slow or not slow" $(FAULTS)
 
 docs: .venv/.test  ## the HTML pages in docs/_build/html
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -b html docs docs/_build/html

@@ -12,7 +12,7 @@ from typing import Any
 import bilevel
 from applications import images, language, linear
 from applications.run import choose_device, run
-from applications.task import SEARCHES, Task, preset_for
+from applications.task import SEARCHES, STOPPED, Task, preset_for
 
 TASKS: dict[str, Task] = {task.name: task for task in (*images.TASKS, *language.TASKS)}
 
@@ -250,7 +250,7 @@ def run_task(options: argparse.Namespace) -> None:
         raise ValueError(f"--{next(iter(searching))} is for searches, --method {options.method} is none.")
     else:
         summary = run(task, options.method, settings, **arguments, init=init)
-    if summary["stopped"] == "interrupted":
+    if summary["stopped"] in STOPPED:
         raise KeyboardInterrupt
     for part in ("valid", "test"):
         print(f"{part:5} " + "  ".join(f"{name} {value:.4f}" for name, value in summary[part].items()))

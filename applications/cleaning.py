@@ -33,6 +33,7 @@ from torch import Tensor, nn
 import bilevel
 from applications import data as datasets
 from applications import sklearn_datasets
+from applications.task import STOPPED
 
 METHODS = ("implicit_cg", "implicit_neumann", "implicit_nystrom", "unrolled", "unrolled_truncated")
 INNER_STEPS = 20  # in a round; the unrolled methods make as many in their outer step
@@ -116,6 +117,9 @@ def clean(method: str, data: Data, *, rounds: int, seed: int, progress: bool = F
 
     Returns:
         The run.
+
+    Raises:
+        KeyboardInterrupt: If somebody stopped it.
     """
     net = network(data, seed)
     problem = bilevel.Problem(
@@ -139,6 +143,8 @@ def clean(method: str, data: Data, *, rounds: int, seed: int, progress: bool = F
         progress=progress,
         seed=seed,
     )
+    if solution.stopped in STOPPED:
+        raise KeyboardInterrupt
     seconds = time.process_time() - started
     net.load_state_dict(solution.state_dict)
     trust = solution.hyper["weight"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,8 +15,9 @@ import numpy as np
 import bilevel
 from applications.curves import Curve, average
 from applications.paper import COLUMNS, PAPER, PAPER_ACCURACY, Pair
+from applications.run import read_json
 from applications.tables import markdown, mean_and_deviation, read_csv, shown, write_csv
-from applications.task import FIXED, SEARCHES
+from applications.task import FIXED, SEARCHES, STOPPED
 
 # How a method tunes: every method may have its own numbers. Plain training does not look at them.
 TUNING = ("warmup", "inner_steps", "outer_steps", "outer_learning_rate", "response_learning_rate", "scale", "entropy")
@@ -283,11 +283,11 @@ def _result(folder: Path) -> Result:
     if not path.exists():
         raise ValueError("it has no summary.json, so the run is not finished")
     try:
-        summary = json.loads(path.read_text(encoding="utf-8"))
+        summary = read_json(path)
     except ValueError as error:
         raise ValueError(f"summary.json is damaged ({error})") from None
-    if summary["stopped"] == "interrupted":
-        raise ValueError("it was interrupted; the same command goes on with it")
+    if summary["stopped"] in STOPPED:
+        raise ValueError(f"it was {summary['stopped']}; the same command goes on with it")
     if not all(math.isfinite(summary[part]["loss"]) for part in ("valid", "test")):
         raise ValueError("its losses are not finite")
     row = summary["task"]

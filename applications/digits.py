@@ -44,6 +44,7 @@ from tqdm.auto import tqdm
 import bilevel
 from applications import sklearn_datasets
 from applications.digits_report import Run, draw, table, verdict
+from applications.task import STOPPED
 
 TUNERS = ("stn", "centered_stn", "delta_stn")
 SEARCHES = {"random search": 6, "long random search": 11}  # trials
@@ -126,6 +127,9 @@ def tune(method: str, net: MLP, data: Data, *, rounds: int, seed: int) -> Run:
 
     Returns:
         The run; where it diverged, until then.
+
+    Raises:
+        KeyboardInterrupt: If somebody stopped it.
     """
     started = time.process_time()
     try:
@@ -142,6 +146,8 @@ def tune(method: str, net: MLP, data: Data, *, rounds: int, seed: int) -> Run:
     except bilevel.DivergenceError as error:
         assert error.solution is not None
         solution = error.solution
+    if solution.stopped in STOPPED:
+        raise KeyboardInterrupt
     seconds = time.process_time() - started
     best = solution.best
     assert best is not None

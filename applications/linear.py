@@ -36,7 +36,7 @@ import bilevel
 from applications.linear_model import hyperparameter, make_problem
 from applications.optima import PROBLEMS, ClosedForm, Split, first_inside, load
 from applications.run import choose_device, environment, write
-from applications.task import Batches
+from applications.task import STOPPED, Batches
 from applications.trajectories import Panel, Run, draw, score, summary, table, write_csv
 
 SETS = ("boston", "yacht", "energy", "power", "naval", "protein")
@@ -107,7 +107,7 @@ def tune(
     except bilevel.DivergenceError as error:
         assert error.solution is not None
         solution = error.solution
-    if solution.stopped == "interrupted":
+    if solution.stopped in STOPPED:
         raise KeyboardInterrupt
     values = np.full(rounds, math.nan)
     if solution.history:

@@ -20,7 +20,7 @@ import torch
 
 import bilevel
 from applications.fixed import Fixed
-from applications.task import FIXED, SELF_TUNING, Experiment, Settings, Task
+from applications.task import FIXED, SELF_TUNING, STOPPED, Experiment, Settings, Task
 
 LARGEST_JSON = 16 * 2**20
 """Of settings, summary and environment, in bytes."""
@@ -65,7 +65,7 @@ def run(
 
     Raises:
         DivergenceError: If the training diverged; the folder holds what it had until then.
-        KeyboardInterrupt: If the user stopped it before the first validation pass; later, it ends as usual.
+        KeyboardInterrupt: If it was stopped before the first validation pass; later, it ends as usual.
     """
     device = torch.device("cpu") if device is None else device
     described = describe(task, method, settings, data=data, seed=seed, init=init or {})
@@ -96,7 +96,7 @@ def run(
             at = error.solution.best.round * epochs
             print(f"warning: the run diverged; {out} holds what it had, best.pt is of epoch {at:.2f}.", flush=True)
         raise
-    if solution.stopped == "interrupted" and solution.best is None:
+    if solution.stopped in STOPPED and solution.best is None:
         raise KeyboardInterrupt
     return leave(out, described, experiment, solution, epochs, plots=plots)
 

@@ -35,7 +35,7 @@ from applications.suggest import (
     seed_of,
 )
 from applications.tables import write_csv
-from applications.task import Experiment, Settings, Task
+from applications.task import STOPPED, Experiment, Settings, Task
 from applications.trials import Trial, draw, history, read, summary_of, worked
 
 try:
@@ -285,7 +285,7 @@ def run_trial(
         _replace(out / f"best-{trial.number}.pt", partial(torch.save, solution.best.state_dict))
     # Whoever reads the record finds the weights.
     trial.set_user_attr("record", {"date": date, "seconds": time.perf_counter() - clock, "passes": passes})
-    if solution.stopped == "interrupted":
+    if solution.stopped in STOPPED:
         raise KeyboardInterrupt
     if solution.best is None or True in answers:
         raise optuna.TrialPruned

@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 import bilevel
-from applications.run import describe, run
+from applications.run import describe, read_json, run
 from applications.tables import markdown, read_csv, shown, write_csv
-from applications.task import SEARCHES, Settings, Task, as_usual
+from applications.task import SEARCHES, STOPPED, Settings, Task, as_usual
 
 
 @dataclass(frozen=True)
@@ -299,7 +299,7 @@ def _run(
     """
     wanted = json.loads(json.dumps(describe(task, method, settings, data=more["data"], seed=more["seed"], init=init)))
     try:
-        summary: dict[str, Any] = json.loads((out / "summary.json").read_text(encoding="utf-8"))
+        summary = read_json(out / "summary.json")
     except (OSError, ValueError):
         summary = {}
     if summary.get("stopped") == "epochs" and all(summary.get(key) == value for key, value in wanted.items()):
@@ -309,7 +309,7 @@ def _run(
     except bilevel.DivergenceError as error:
         print(f"warning: {out}: {error}", flush=True)
         return {}
-    if summary["stopped"] == "interrupted":  # the user means the study, not only this run
+    if summary["stopped"] in STOPPED:  # the user means the study, not only this run
         raise KeyboardInterrupt
     return summary
 

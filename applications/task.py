@@ -17,6 +17,8 @@ import bilevel
 SELF_TUNING = ("stn", "centered_stn", "delta_stn", "delta_stn_paper")
 FIXED = ("fixed", "fixed_noise")
 SEARCHES = ("grid_search", "random_search", "tpe", "gp", "cmaes")
+STOPPED = ("interrupted", "terminated")
+"""How a run ends that somebody stopped, and that is no result."""
 Loss = Callable[[bilevel.Model, Mapping[str, Tensor], Any], tuple[Tensor, dict[str, Tensor]]]
 
 

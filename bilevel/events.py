@@ -83,9 +83,10 @@ class Log:
         """  # noqa: DOC502
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not stat.S_ISREG(path.stat().st_mode):
+        if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
             raise ValueError(f"log: {path} is not a file; choose another name.")
-        self._file = os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666), "r+b", 0)
+        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
+        self._file = os.fdopen(os.open(path, flags, 0o666), "r+b", 0)
         self._digest = hashlib.sha256()
         self._waiting = b""
         self.size = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Callable
@@ -36,6 +37,7 @@ class Waiting:
         self._handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
         self._noted: dict[int, FrameType | None] = {}
         self._outermost = False
+        self._process = os.getpid()
 
     def __enter__(self) -> Waiting:
         """Begin to wait."""
@@ -76,9 +78,9 @@ class Waiting:
                 self.deliver()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if _current is self and number not in self._noted:
+        if _current is self and number not in self._noted and os.getpid() == self._process:
             self._noted[number] = frame
-        else:  # the second time, or if a signal kept the handlers from being given back
+        else:  # the second time, in a forked process, or if a signal kept the handlers from being given back
             self._noted.pop(number, None)
             self._handlers[number](number, frame)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import shlex
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -46,6 +47,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("fuzz" if config.getoption("--fuzz") else "test")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell lets those in the background ignore Ctrl-C
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:

@@ -3,6 +3,6 @@
 from bilevel.checkpoint.errors import CheckpointError, CheckpointWarning
 from bilevel.checkpoint.file import load, save
 from bilevel.checkpoint.layout import check_layout
-from bilevel.checkpoint.store import Store
+from bilevel.checkpoint.store import Store, newest
 
-__all__ = ["CheckpointError", "CheckpointWarning", "Store", "check_layout", "load", "save"]
+__all__ = ["CheckpointError", "CheckpointWarning", "Store", "check_layout", "load", "newest", "save"]

@@ -48,7 +48,8 @@ def encode(state: Any) -> tuple[bytes, list[Tensor]]:
     def put(tensor: Tensor, where: str) -> int:
         if tensor.layout != torch.strided or str(tensor.dtype).removeprefix("torch.") not in DTYPES:
             raise CheckpointError(f"checkpoint: {where} cannot be saved, a tensor of {tensor.layout}, {tensor.dtype}.")
-        key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        key = (*memory, tensor.is_conj(), tensor.is_neg())
         if tensor.numel() == 0 or key not in known:
             known[key] = len(tensors)
             tensors.append(tensor.detach())

@@ -12,8 +12,9 @@ import os
 import secrets
 import stat
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO
 
 import torch
 
@@ -22,26 +23,35 @@ from bilevel.checkpoint.errors import CheckpointError
 
 MAGIC = b"bilevel checkpoint 3\n"
 DIGITS, DIGEST, ALIGNMENT, CHUNK = 16, 32, 64, 1 << 20
-LONGEST_HEADER = 1 << 28
+KIND = 19
+"""So many bytes of the first line are the same in every version."""
+LONGEST_HEADER = 1 << 26
 
 
-class Part(NamedTuple):
+@dataclass
+class Part:
     """A file that is not in its place yet.
 
     Attributes:
         path: A name that nobody can foresee.
-        descriptor: Open for reading and writing.
+        descriptor: Open for reading and writing; -1 when it is closed.
         size: Bytes written so far.
     """
 
     path: Path
     descriptor: int
-    size: int
+    size: int = 0
+
+    def close(self) -> None:
+        """Close it, once: the number of the descriptor may be in use by somebody else afterwards."""
+        descriptor, self.descriptor = self.descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
     def drop(self) -> None:
         """Close and remove it."""
         with suppress(OSError):
-            os.close(self.descriptor)
+            self.close()
         with suppress(OSError):
             self.path.unlink()
 
@@ -71,28 +81,36 @@ def create(path: Path) -> Part:
     """
     part = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-    return Part(part, os.open(part, flags, 0o666), 0)
+    return Part(part, os.open(part, flags, 0o666))
 
 
-def write(path: Path, state: dict[str, Any]) -> Part:
+def write(path: Path, state: dict[str, Any], spare: Part | None = None) -> Part:
     """Hand a state to the operating system, straight from the memory of its tensors.
 
     Args:
         path: Where it will be.
         state: As for :func:`save`. It may change as soon as this returns.
+        spare: A file that is not needed any more, to be written over: its pages are in memory already, which is many
+            times as fast as new ones where the memory of a machine is virtual.
 
     Returns:
         The file, without its checksum; :func:`seal` writes that.
     """
-    header, tensors = encode(state)
-    start = len(MAGIC) + DIGITS + len(header)
-    size = _end([tensor.numel() * tensor.element_size() for tensor in tensors], start)
-    part = create(path)
+    try:
+        header, tensors = encode(state)
+        start = len(MAGIC) + DIGITS + len(header)
+        size = _end([tensor.numel() * tensor.element_size() for tensor in tensors], start)
+        part = create(path) if spare is None else spare
+    except BaseException:
+        if spare is not None:
+            spare.drop()
+        raise
     try:
         # Room is made first: a full disk is noticed at once, and filling prepared pages is faster.
         if hasattr(os, "posix_fallocate"):
             with suppress(OSError):
                 os.posix_fallocate(part.descriptor, 0, size + DIGEST)
+        os.lseek(part.descriptor, 0, os.SEEK_SET)
         with os.fdopen(part.descriptor, "wb", 0, closefd=False) as file:
             _put(file, MAGIC + f"{len(header):0{DIGITS}x}".encode() + header)
             for tensor in tensors:
@@ -105,7 +123,53 @@ def write(path: Path, state: dict[str, Any]) -> Part:
     except BaseException:
         part.drop()
         raise
-    return part._replace(size=size)
+    part.size = size
+    return part
+
+
+def take(path: Path) -> Part | None:
+    """Take a file away from its name, to be written over.
+
+    Args:
+        path: Of a checkpoint that is not needed any more.
+
+    Returns:
+        The file; None if it is not there, is used under another name as well, or is no file.
+    """
+    other = path.with_name(f"{path.name}.{secrets.token_hex(8)}.part")
+    try:
+        descriptor = os.open(path, os.O_RDWR | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", os.O_EXCL))
+    except OSError:
+        return None
+    part = Part(other, descriptor)
+    found = os.fstat(descriptor)
+    if stat.S_ISREG(found.st_mode) and found.st_nlink == 1:
+        with suppress(OSError):
+            os.rename(path, other)
+            return part
+    part.close()
+    return None
+
+
+def blank(path: Path, size: int) -> Part:
+    """Make a file of zeros, to be written over.
+
+    Args:
+        path: Beside which.
+        size: In bytes.
+
+    Returns:
+        The file.
+    """
+    part = create(path)
+    try:
+        with os.fdopen(part.descriptor, "wb", 0, closefd=False) as file:
+            for start in range(0, size, CHUNK):
+                _put(file, bytes(min(CHUNK, size - start)))
+    except BaseException:
+        part.drop()
+        raise
+    return part
 
 
 def seal(part: Part) -> int:
@@ -126,12 +190,12 @@ def seal(part: Part) -> int:
             raise OSError(f"{part.path} has {file.tell()} bytes instead of {part.size}")
         _put(file, digest.digest())
         os.fsync(file.fileno())
-    os.close(part.descriptor)
+    part.close()
     return part.size + DIGEST
 
 
 def load(path: str | Path) -> dict[str, Any]:
-    """Read what :func:`save` wrote, to the CPU. Never runs code, and takes no more memory than the file has bytes.
+    """Read what :func:`save` wrote, to the CPU. Never runs code, and takes memory for what is in the file only.
 
     Returns:
         The state.
@@ -141,9 +205,7 @@ def load(path: str | Path) -> dict[str, Any]:
     """
     path = Path(path)
     try:
-        if not stat.S_ISREG(path.stat().st_mode):
-            raise CheckpointError(f"checkpoint: {path} is not a file; choose another name.")
-        with path.open("rb") as file:
+        with open_file(path) as file:
             state = _read(path, file)
     except CheckpointError:
         raise
@@ -159,10 +221,44 @@ def load(path: str | Path) -> dict[str, Any]:
 REMEDY = "remove it to start anew."
 
 
+def open_file(path: Path) -> BinaryIO:
+    """Open a file for reading; what is no file, such as a pipe, is not waited for.
+
+    Returns:
+        The open file.
+
+    Raises:
+        CheckpointError: If it is something else.
+        OSError: If it cannot be opened.
+    """  # noqa: DOC502
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise CheckpointError(f"checkpoint: {path} is not a file; choose another name.")
+    return os.fdopen(descriptor, "rb")
+
+
+def check_own(path: Path) -> None:
+    """Refuse to replace a file that is something else.
+
+    Raises:
+        CheckpointError: If there is a file that was not written by bilevel.
+    """
+    try:
+        with open_file(path) as file:
+            if file.read(KIND) == MAGIC[:KIND]:
+                return
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise CheckpointError(f"checkpoint: {path} cannot be read ({error.strerror or error}).") from error
+    raise CheckpointError(f"checkpoint: {path} was not written by bilevel; choose another name, or remove it.")
+
+
 def _read(path: Path, file: BinaryIO) -> Any:
     size = os.fstat(file.fileno()).st_size
     lead = file.read(len(MAGIC) + DIGITS)
-    if lead.startswith(MAGIC[:19]) and not lead.startswith(MAGIC):
+    if lead.startswith(MAGIC[:KIND]) and not lead.startswith(MAGIC):
         raise CheckpointError(f"checkpoint: {path} was written by another version of bilevel; {REMEDY}")
     if not lead.startswith(MAGIC):
         raise CheckpointError(f"checkpoint: {path} was not written by bilevel; choose another name, or remove it.")

@@ -12,8 +12,11 @@ from pathlib import Path
 from typing import Any, final
 
 from bilevel.checkpoint.errors import CheckpointError
-from bilevel.checkpoint.file import Part, create, load, seal, sync_folder, write
+from bilevel.checkpoint.file import Part, blank, check_own, create, load, seal, sync_folder, take, write
 from bilevel.checkpoint.lock import Lock
+
+LARGE = 1 << 25
+"""Bytes from which on the file of a former checkpoint is written over instead of making a new one."""
 
 
 @final
@@ -21,6 +24,7 @@ class Store:
     """``NAME`` is the newest checkpoint, ``NAME.1`` the one before, and so on.
 
     Training waits while the tensors are handed to the operating system. Checksum, disk and names follow in a thread.
+    Large files are used in turns: the oldest is written over, and there is one more of them than are kept.
 
     Attributes:
         path: Of the newest one.
@@ -41,13 +45,14 @@ class Store:
         self._damaged = False
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
+        self._spare: Part | None = None
         if path.is_dir():
             raise CheckpointError(f"checkpoint: {path} is a folder; give the name of a file.")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = Lock(path)
         except OSError as error:
-            raise _unwritable(path, error) from error
+            raise unwritable(path, error) from error
         try:
             # What a killed run left behind; nobody else writes here now.
             for left in path.parent.iterdir():
@@ -56,7 +61,17 @@ class Store:
             create(path).drop()
         except OSError as error:
             self._lock.release()
-            raise _unwritable(path, error) from error
+            raise unwritable(path, error) from error
+
+    @property
+    def locked(self) -> bool:
+        """Whether other processes are kept away; some file systems know no locks."""
+        return self._lock.effective
+
+    @property
+    def busy(self) -> bool:
+        """Whether the last checkpoint is still on its way to the disk."""
+        return self._thread is not None and self._thread.is_alive()
 
     def generation(self, number: int) -> Path:
         """The name of a checkpoint.
@@ -67,7 +82,7 @@ class Store:
         Returns:
             Its path.
         """
-        return self.path if number == 0 else self.path.with_name(f"{self.path.name}.{number}")
+        return generation(self.path, number)
 
     def load(self) -> tuple[dict[str, Any] | None, str | None]:
         """Read the newest one that is good.
@@ -78,29 +93,26 @@ class Store:
         Raises:
             CheckpointError: If none of those that are there is good.
         """  # noqa: DOC502
-        found: list[CheckpointError] = []
-        there = [path for path in map(self.generation, range(self._keep + 1)) if os.path.lexists(path)]
-        for path in there:
-            try:
-                state = load(path)
-            except CheckpointError as error:
-                found.append(error)
-                self._damaged |= path == self.path
-                continue
-            if not found and path == self.path:
-                return state, None
-            why = str(found[0]).partition(";")[0] if found else f"checkpoint: {self.path} is missing"
-            return state, f"{why}: the run goes on from {path}, the newest one that is good."
-        if found:
-            raise found[0]
-        return None, None
+        state, problem, self._damaged = newest(self.path, self._keep)
+        return state, problem
 
-    def save(self, state: dict[str, Any], before: Callable[[], None] | None = None) -> tuple[float, int]:
+    def anew(self) -> None:
+        """See that nothing but a checkpoint will be replaced.
+
+        Raises:
+            CheckpointError: If there is another file.
+        """  # noqa: DOC502
+        check_own(self.path)
+
+    def save(
+        self, state: dict[str, Any], before: Callable[[], None] | None = None, *, last: bool = True
+    ) -> tuple[float, int]:
         """Write a state; returns as soon as the state may change again.
 
         Args:
             state: Live tensors and plain types.
             before: What must be on the disk before, called in the thread.
+            last: Whether no other one is expected; otherwise a file for it is prepared.
 
         Returns:
             The seconds that it took, and the bytes of the file.
@@ -110,8 +122,9 @@ class Store:
         """  # noqa: DOC502
         start = time.perf_counter()
         self.wait()
-        part = write(self.path, state)
-        self._thread = threading.Thread(target=self._finish, args=(part, before), name="bilevel checkpoint")
+        spare, self._spare = self._spare, None
+        part = write(self.path, state, spare)
+        self._thread = threading.Thread(target=self._finish, args=(part, before, last), name="bilevel checkpoint")
         self._thread.start()
         return time.perf_counter() - start, part.size
 
@@ -133,9 +146,11 @@ class Store:
         try:
             self.wait()
         finally:
+            if self._spare is not None:
+                self._spare.drop()
             self._lock.release()
 
-    def _finish(self, part: Part, before: Callable[[], None] | None) -> None:
+    def _finish(self, part: Part, before: Callable[[], None] | None, last: bool) -> None:
         try:
             if before is not None:
                 before()
@@ -146,6 +161,10 @@ class Store:
         except Exception as error:
             part.drop()
             self._error = error
+            return
+        if self._spare is None and part.size >= LARGE and not last:
+            with suppress(OSError):
+                self._spare = blank(self.path, part.size)
 
     def _rotate(self) -> None:
         """Make the present one the one before; there is no moment without a good file."""
@@ -154,6 +173,9 @@ class Store:
             self._damaged = False
         if self._keep == 1 or not self.path.exists():
             return
+        oldest = self.generation(self._keep - 1)
+        if self._spare is None and os.path.lexists(oldest) and oldest.lstat().st_size >= LARGE:
+            self._spare = take(oldest)
         for number in range(self._keep - 1, 1, -1):
             with suppress(FileNotFoundError):
                 os.replace(self.generation(number - 1), self.generation(number))
@@ -167,5 +189,45 @@ class Store:
             os.replace(other.path, self.generation(1))
 
 
-def _unwritable(path: Path, error: OSError) -> CheckpointError:
+def generation(path: Path, number: int) -> Path:
+    """The name of a checkpoint: ``path`` for the newest one, number 0."""
+    return path if number == 0 else path.with_name(f"{path.name}.{number}")
+
+
+def newest(path: Path, keep: int = 2) -> tuple[dict[str, Any] | None, str | None, bool]:
+    """Read the newest checkpoint that is good.
+
+    Args:
+        path: Of the newest one.
+        keep: How many there may be.
+
+    Returns:
+        The state, or None if there is none; what was wrong with those that are newer, or None; and whether there is
+        something at ``path`` that cannot be read.
+
+    Raises:
+        CheckpointError: If none of those that are there is good.
+    """  # noqa: DOC502
+    found: list[CheckpointError] = []
+    damaged = False
+    for place in (generation(path, number) for number in range(keep + 1)):
+        if not os.path.lexists(place):
+            continue
+        try:
+            state = load(place)
+        except CheckpointError as error:
+            found.append(error)
+            damaged |= place == path
+            continue
+        if not found and place == path:
+            return state, None, False
+        why = str(found[0]).partition(";")[0] if found else f"checkpoint: {path} is missing"
+        return state, f"{why}: the run goes on from {place}, the newest one that is good.", damaged
+    if found:
+        raise found[0]
+    return None, None, False
+
+
+def unwritable(path: Path, error: OSError) -> CheckpointError:
+    """What to say if a file cannot be written."""
     return CheckpointError(f"checkpoint: {path} cannot be written ({error.strerror or error}); choose another place.")

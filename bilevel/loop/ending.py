@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from types import FrameType, TracebackType
@@ -13,7 +14,9 @@ class Ending:
     """Inside the block, a signal asks the run to end after its round.
 
     SIGTERM and SIGUSR1 stand for ``"terminated"``, Ctrl-C for ``"interrupted"``; a second Ctrl-C interrupts at once.
-    Handlers can be set in the main thread only. One of the user's own for Ctrl-C, and ignored signals, are left alone.
+    Handlers can be set in the main thread only. One of the user's own is called when the block is left; ignored signals
+    are left alone. A process that is forked inside the block is terminated as ever. It does not listen to Ctrl-C, which
+    a terminal sends to all: the workers of a loader live on until the round is over.
 
     Attributes:
         reason: Why to end, or None.
@@ -24,26 +27,36 @@ class Ending:
         self.reason: str | None = None
         self._active = active and threading.current_thread() is threading.main_thread()
         self._former: dict[int, Any] = {}
+        self._noted: dict[int, FrameType | None] = {}
+        self._process = os.getpid()
 
     def __enter__(self) -> Ending:
         """Set the handlers."""
         if self._active:
             for name in ("SIGTERM", "SIGUSR1", "SIGINT"):
                 number = getattr(signal, name, None)  # Windows has no SIGUSR1
-                former = signal.SIG_IGN if number is None else signal.getsignal(number)
-                foreign = name == "SIGINT" and former is not signal.default_int_handler
-                if number is not None and former not in (signal.SIG_IGN, None) and not foreign:
+                if number is not None and signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._former[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Restore the handlers."""
+        """Restore the handlers, and call those of the user that wait."""
         for number, handler in self._former.items():
             signal.signal(number, handler)
+        for number, frame in self._noted.items():
+            handler = self._former[number]
+            if callable(handler) and handler is not signal.default_int_handler:
+                handler(number, frame)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            if number != signal.SIGINT:
+                signal.signal(number, self._former[number])
+                signal.raise_signal(number)
+            return
+        self._noted[number] = frame
         if number == signal.SIGINT:
             if self.reason == "interrupted":
                 raise KeyboardInterrupt

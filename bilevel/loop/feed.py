@@ -5,16 +5,17 @@ from __future__ import annotations
 import random
 from collections.abc import Iterable, Iterator
 from itertools import chain
+from types import ModuleType
 from typing import Any, final
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from bilevel.arguments import length
 from bilevel.checkpoint import CheckpointError
-from bilevel.loop.fingerprint import digest
 from bilevel.rng import Stream
+from bilevel.solver.code import code_of, digest
 
 
 class Feed:
@@ -22,6 +23,7 @@ class Feed:
 
     Attributes:
         passes: How many times all batches have been given out.
+        doubt: Why the rest of the present pass may be another one than it would have been, if it may.
     """
 
     def __init__(self, name: str, loader: Iterable[Any] | None, stream: Stream, *, kept: bool = False) -> None:
@@ -44,6 +46,9 @@ class Feed:
         self._iterator: Any = None
         self._start: dict[str, Any] = self._now()
         self._first: str | None = None
+        self._options = options(self.loader) if kept else {}
+        self._draws = False
+        self.doubt: str | None = None
 
     def __next__(self) -> Any:
         """The next batch.
@@ -58,8 +63,13 @@ class Feed:
             if self._iterator is None:
                 self._start = self._now()
                 self._iterator = iter(Fresh(self.loader))
+            watched = self._kept and self._given > 0 and not self._draws and _keeps_what_it_draws(self.loader)
+            before = [torch.get_rng_state(), *get_global()] if watched else []
             for batch in self._iterator:
                 self._given += 1
+                self._draws = self._draws or (
+                    watched and digest(before) != digest([torch.get_rng_state(), *get_global()])
+                )
                 if self._kept and self._given == 1:
                     self._first = digest(batch)
                 if self._given == self._length:
@@ -81,7 +91,8 @@ class Feed:
         Returns:
             Plain types and tensors.
         """
-        state = {"passes": self.passes, "given": self._given, "start": self._start, "first": self._first}
+        state: dict[str, Any] = {"passes": self.passes, "given": self._given, "start": self._start}
+        state |= {"first": self._first, "options": self._options, "draws": self._draws}
         state["generators"] = [_state_of(generator) for generator in generators(self.loader)]
         if self._stateful:
             state["loader"] = self.loader.state_dict()  # type: ignore[attr-defined]
@@ -97,7 +108,10 @@ class Feed:
         Returns:
             What is wrong with the loader, if it gives other batches; None if nothing is.
         """
-        self.passes, self._first = state["passes"], state["first"]
+        self.passes, self._first, self._draws = state["passes"], state["first"], state["draws"]
+        problem = self._other_options(state["options"])
+        if problem is not None and not changed:
+            return problem
         problem = None
         if self._stateful and "loader" in state:
             self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
@@ -111,7 +125,22 @@ class Feed:
             self._given, self._iterator, self.passes = 0, None, state["passes"]
         for generator, saved in zip(generators(self.loader), state["generators"], strict=False):
             _restore(generator, saved)
+        if self._draws and self._given and not self._stateful:
+            self.doubt = (
+                f"{self.name} draws from the random numbers of torch, numpy or random in the middle of a pass, which "
+                "cannot be repeated: the rest of this pass may be another one than without the stop. Give it a "
+                "generator of its own, or state_dict and load_state_dict."
+            )
         return problem
+
+    def _other_options(self, before: dict[str, Any]) -> str | None:
+        """What changed about the loader."""
+        for name in {**before, **self._options}:
+            old, new = before.get(name, "nothing"), self._options.get(name, "nothing")
+            if old != new:
+                values = "is another function" if name in FUNCTIONS else f"was {old}, this call has {new}"
+                return f"{self.name}: {name} {values}"
+        return None
 
     def _read_again(self, state: dict[str, Any]) -> str | None:
         """Draw the batches of the pass that was under way; of one that was over, the first one."""
@@ -120,7 +149,7 @@ class Feed:
         set_global(start["global"])
         own = generators(self.loader)
         if len(own) != len(start["generators"]):
-            return f"{self.name}: it has {len(own)} random generators, and had {len(start['generators'])}"
+            return f"{self.name}: number of random generators was {len(start['generators'])}, this call has {len(own)}"
         for generator, saved in zip(own, start["generators"], strict=True):
             _restore(generator, saved)
         for index in range(max(1, state["given"])):
@@ -165,28 +194,72 @@ class Fresh:
         Returns:
             An iterator.
         """
-        loader = self._loader
-        if type(loader) is DataLoader and loader.persistent_workers and loader.num_workers > 0:
-            return loader._get_iterator()
+        loader: Any = self._loader
+        if type(loader).__iter__ is DataLoader.__iter__ and loader.persistent_workers and loader.num_workers > 0:
+            fresh: Iterator[Any] = loader._get_iterator()
+            return fresh
         return iter(loader)
 
 
-def generators(loader: Any, depth: int = 3) -> list[Any]:
-    """The random generators that a loader, its samplers and its data set own.
+FEW = 64
+"""Of longer lists, so many entries are searched for generators."""
+FUNCTIONS = ("collate_fn", "worker_init_fn", "transform")
+
+
+def options(loader: Any) -> dict[str, Any]:
+    """What is known about a loader without reading from it: its kind, its length, and the options of a DataLoader.
+
+    Returns:
+        Plain types.
+    """
+    found: dict[str, Any] = {"kind": type(loader).__name__}
+    if isinstance(loader, DataLoader):
+        data, sampler = loader.dataset, loader.sampler if loader.batch_sampler is not None else None
+        found |= {name: getattr(loader, name) for name in ("batch_size", "drop_last", "num_workers")}
+        found |= {"data set": type(data).__name__, "number of examples": length(data)}
+        found |= {"sampler": type(sampler).__name__, "batch_sampler": type(loader.batch_sampler).__name__}
+        found |= {name: code_of(getattr(loader, name)) for name in ("collate_fn", "worker_init_fn")}
+        found["transform"] = code_of(getattr(data, "transform", None))
+    return found | {"number of batches": length(loader)}
+
+
+def _keeps_what_it_draws(loader: Any) -> bool:
+    """Whether random numbers that are drawn in the middle of a pass may decide about later batches of it.
+
+    Those that are drawn to make an example in the main process decide about the batch at hand only.
+
+    Returns:
+        The answer.
+    """
+    if isinstance(loader, DataLoader):
+        return loader.num_workers > 0 or isinstance(loader.dataset, IterableDataset)
+    return not isinstance(loader, list | tuple)
+
+
+def generators(loader: Any, depth: int = 6) -> list[Any]:
+    """The random generators that a loader, its samplers, its data set and their parts own.
 
     Returns:
         Those of torch, numpy and Python, each once.
     """
     found: list[Any] = []
+    seen: set[int] = set()
     kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
     def look(value: Any, left: int) -> None:
         if isinstance(value, kinds):
             if not any(value is other for other in found):
                 found.append(value)
-        elif left and not isinstance(value, torch.Tensor | np.ndarray | type) and hasattr(value, "__dict__"):
-            for entry in list(vars(value).values()):
-                look(entry, left - 1)
+        elif left and id(value) not in seen and not isinstance(value, torch.Tensor | np.ndarray | type | ModuleType):
+            seen.add(id(value))
+            if isinstance(value, list | tuple):
+                parts = list(value[:FEW])
+            elif isinstance(value, dict):
+                parts = list(value.values())[:FEW]
+            else:
+                parts = list(getattr(value, "__dict__", {}).values())
+            for part in parts:
+                look(part, left - 1)
 
     look(loader, depth)
     return found

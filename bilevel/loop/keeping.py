@@ -9,8 +9,10 @@ from typing import Any, final
 
 from bilevel.checkpoint import CheckpointError, CheckpointWarning, Store
 from bilevel.checkpoint.encoding import encode
+from bilevel.checkpoint.lock import Lock
 from bilevel.events import Log, memory, now, prefix
 from bilevel.loop.run import Run
+from bilevel.solver import DivergenceError
 
 
 @final
@@ -30,33 +32,47 @@ class Keeper:
             CheckpointError: If a file cannot be used.
         """
         self.store = None if checkpoint is None else Store(checkpoint, keep)
+        self._lock: Lock | None = None
         self._every = every
         self._saved_at = time.perf_counter()
         self._saved_round = -1
+        self._due = False
         self._rows = 0
         self._early: list[str] | None = []  # warnings before the first line
         self.log: Log | None = None
         place = checkpoint.with_name(f"{checkpoint.name}.jsonl") if checkpoint is not None and log is None else log
         self._place = place
         try:
-            self.log = None if place is None else Log(place)
+            if place is not None:
+                place.parent.mkdir(parents=True, exist_ok=True)
+                self._lock = Lock(place)
+                self.log = Log(place)
         except (OSError, ValueError) as error:
-            if self.store is not None:
-                self.store.close()
-            why = str(error) if isinstance(error, ValueError) else f"log: {place} cannot be written ({error.strerror})."
+            self.close()
+            why = f"log: {place} cannot be written ({error.strerror})." if isinstance(error, OSError) else str(error)
             raise CheckpointError(why) from error
 
-    def load(self) -> dict[str, Any] | None:
+    def load(self, *, resume: bool) -> dict[str, Any] | None:
         """The state to go on from.
+
+        Args:
+            resume: Whether to go on at all.
 
         Returns:
             None if there is none.
         """
+        if (self._lock is not None and not self._lock.effective) or (self.store and not self.store.locked):
+            self.warn(
+                f"checkpoint: the file system of {self._place} knows no locks; see to it that no second run uses it."
+            )
         if self.store is None:
+            return None
+        if not resume:
+            self.store.anew()
             return None
         state, problem = self.store.load()
         if problem is not None:
-            self._warn(problem)
+            self.warn(problem)
         return state
 
     def history(self, state: dict[str, Any], *, lenient: bool) -> list[dict[str, float]]:
@@ -78,7 +94,7 @@ class Keeper:
         except ValueError as error:
             if not lenient:
                 raise CheckpointError(f"checkpoint: {error}") from error
-            self._warn(f"{error} The history starts anew.")
+            self.warn(f"{error} The history starts anew.")
             return []
 
     def begin(self, run: Run, content: dict[str, Any], *, resumed: bool) -> None:
@@ -105,9 +121,12 @@ class Keeper:
     def after_round(self, run: Run, *, save: bool) -> None:
         """Write the new rows, and a checkpoint if it is time.
 
+        While the last one is still on its way to the disk, a new one waits for the end of a later round, and training
+        does not wait at all.
+
         Args:
             run: Between two rounds.
-            save: Write a checkpoint in any case.
+            save: Write a checkpoint.
         """
         if self.log is not None:
             used = memory(run.solver.problem.device)
@@ -116,7 +135,9 @@ class Keeper:
             self._rows = len(run.history)
             self._flush()
         due = self._every is not None and time.perf_counter() - self._saved_at >= self._every
-        if self.store is not None and (save or due):
+        self._due = self._due or save or due
+        if self.store is not None and self._due and (run.stopped is not None or not self.store.busy):
+            self._due = False
             self.save(run)
 
     def save(self, run: Run) -> None:
@@ -127,8 +148,10 @@ class Keeper:
         try:
             self.log.flush()
             state = run.state_dict() | {"log": self.log.position()}
-            seconds, size = self.store.save(state, self.log.sync)
-        except (OSError, CheckpointError) as error:
+            seconds, size = self.store.save(state, self.log.sync, last=run.stopped is not None)
+        except DivergenceError:
+            raise
+        except Exception as error:  # also what the state_dict of a loader raises: nothing is worth the run
             self._failed(error)
             return
         self._saved_round = run.rounds
@@ -146,7 +169,7 @@ class Keeper:
                 if self.store is not None:
                     self.store.wait()
                 return
-            except OSError as error:
+            except Exception as error:
                 self._failed(error)
                 if run is not None and again:
                     self.save(run)
@@ -162,10 +185,12 @@ class Keeper:
         if self.store is not None:
             try:
                 self.store.close()
-            except OSError as error:
+            except Exception as error:
                 self._failed(error)
         if self.log is not None:
             self.log.close()
+        if self._lock is not None:
+            self._lock.release()
 
     def _flush(self) -> None:
         if self.log is not None:
@@ -182,10 +207,15 @@ class Keeper:
     def _failed(self, error: Exception) -> None:
         self._saved_round = -1
         assert self.store is not None
-        why = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-        self._warn(f"checkpoint: {self.store.path} cannot be written ({why}); the run goes on, and it is tried again.")
+        why = (error.strerror or str(error)) if isinstance(error, OSError) else f"{error}" or type(error).__name__
+        self.warn(f"checkpoint: {self.store.path} cannot be written ({why}); the run goes on, and it is tried again.")
 
-    def _warn(self, message: str) -> None:
+    def warn(self, message: str) -> None:
+        """Warn, in the log as well.
+
+        Args:
+            message: What went wrong.
+        """
         if self._early is not None:
             self._early.append(message)
         elif self.log is not None:

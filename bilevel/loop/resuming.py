@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from bilevel.arguments import check_integer
 from bilevel.checkpoint import CheckpointError
-from bilevel.loop.fingerprint import FIXED, OPTIMIZERS, differences
 from bilevel.loop.keeping import Keeper
 from bilevel.loop.run import Run
-from bilevel.solver import Solver
+from bilevel.solver.files import refusal
+from bilevel.solver.fingerprint import FIXED, OPTIMIZERS, SCHEDULERS, Fingerprint, differences, taken_over
 
-SAME_STATE = ({"Adam", "AdamW"},)
-"""Optimizers that remember the same."""
 
-SHAPING = ("amsgrad", "centered", "momentum", "capturable")
-"""Settings on which it depends what an optimizer remembers."""
+def fingerprint_of(run: Run, settings: dict[str, Any], *, default_outer: bool) -> Fingerprint:
+    """Describe a run, before its first step.
+
+    Args:
+        run: Fresh.
+        settings: Those of the loop.
+        default_outer: Whether the outer optimizer was left to :func:`solve`, which makes it from the number of rounds.
+
+    Returns:
+        By argument, and within it by setting: plain types.
+    """
+    optimizers = run.solver.optimizers
+    found = run.solver.fingerprint | {name: {"": value} for name, value in settings.items()}
+    if default_outer:
+        found |= {OPTIMIZERS[name]: {"": "the default"} for name in ("hyper", "scale") if name in optimizers}
+    advances = {"advances": "every epoch" if run.schedule_by_epoch else "every round"}
+    return found | {SCHEDULERS[name]: found[SCHEDULERS[name]] | advances for name in run.solver.schedulers}
 
 
 def kept_settings(state: dict[str, Any] | None) -> dict[str, Any]:
@@ -51,64 +63,25 @@ def go_on(run: Run, state: dict[str, Any], keeper: Keeper, *, override: bool) ->
     Raises:
         CheckpointError: If the checkpoint belongs to another run.
     """  # noqa: DOC501
+    where = None if keeper.store is None else keeper.store.path
     try:
         for key in ("rounds", "stale"):
             check_integer(key, state[key], 0)
         if not isinstance(state["seconds"], float) or not state["seconds"] >= 0:
             raise ValueError("its seconds are no time")
         changed = differences(state["fingerprint"], run.fingerprint)
-        fixed = {name: words for name, words in changed.items() if name in FIXED}
-        if changed and (fixed or not override):
-            _refuse(keeper, fixed or changed, possible=not fixed)
+        if changed and (not override or any(name in FIXED for name in changed)):
+            raise CheckpointError(refusal(where, changed, "resume='override'"))
         for feed in (run.train, run.valid):
             problem = feed.load_state_dict(state["feeds"][feed.name], changed=override)
             if problem is not None and not override:
-                _refuse(keeper, {feed.name: problem}, possible=True)
+                raise CheckpointError(refusal(where, {feed.name: problem}, "resume='override'"))
+            if feed.doubt is not None:
+                keeper.warn(feed.doubt)
         if override:
-            state = state | {"solver": _taken_over(run.solver, state["solver"], state["fingerprint"], changed)}
+            state = state | {"solver": taken_over(run.solver, state["solver"], state["fingerprint"], changed)}
         run.load_state_dict(state, keeper.history(state, lenient=override))
     except CheckpointError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        where = None if keeper.store is None else keeper.store.path
+    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
         raise CheckpointError(f"checkpoint: {where} does not fit this run: {error}") from error
-
-
-def _refuse(keeper: Keeper, changed: dict[str, str], *, possible: bool) -> None:
-    where = None if keeper.store is None else keeper.store.path
-    remedy = "give the same, or another file"
-    if possible:
-        remedy += ", or resume='override' to go on with what this call has"
-    raise CheckpointError(f"checkpoint: {where} is of another run: {'; '.join(changed.values())}. Remedy: {remedy}.")
-
-
-def _taken_over(solver: Solver, state: dict[str, Any], before: dict[str, Any], changed: dict[str, str]) -> Any:
-    """The state of the checkpoint, with the settings of this call where they changed."""
-    own = solver.state_dict()
-    state = copy.copy(state)
-    state["optimizers"], state["schedulers"] = dict(state["optimizers"]), dict(state["schedulers"])
-    if "seed" in changed or "device" in changed:
-        state["streams"] = own["streams"]
-    for name in own["optimizers"]:
-        argument = OPTIMIZERS[name]
-        schedule = argument.replace("optimizer", "scheduler")
-        if argument in changed:
-            fits = _fits(before[argument], type(solver.optimizers[name]).__name__, own["optimizers"][name])
-            kept = state["optimizers"][name]["state"] if fits else own["optimizers"][name]["state"]
-            state["optimizers"][name] = own["optimizers"][name] | {"state": kept}
-        if argument in changed or schedule in changed:
-            if name in own["schedulers"]:
-                state["schedulers"][name] = own["schedulers"][name]
-            else:
-                state["schedulers"].pop(name, None)
-            if argument not in changed:
-                state["optimizers"][name] = own["optimizers"][name] | {"state": state["optimizers"][name]["state"]}
-    return state
-
-
-def _fits(before: dict[str, Any], now: str, own: dict[str, Any]) -> bool:
-    old = before.get("class")
-    if old != now and not any({old, now} <= family for family in SAME_STATE):
-        return False
-    group = own["param_groups"][0]
-    return now == "SGD" or all(before.get(key, group.get(key)) == group.get(key) for key in SHAPING)

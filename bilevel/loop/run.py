@@ -120,6 +120,7 @@ class Run:
         best = None if self.best is None else {n: v for n, v in vars(self.best).items() if n != "state_dict"}
         return {
             "solver": live(self.solver),
+            "bad_steps": self.solver.guard.state_dict(),
             "fingerprint": self.fingerprint,
             "feeds": {feed.name: feed.state_dict() for feed in (self.train, self.valid)},
             "global": get_global(),
@@ -138,6 +139,7 @@ class Run:
             rows: Of the history.
         """
         self.solver.load_state_dict(state["solver"])  # and with it the streams that the feeds moved
+        self.solver.guard.load_state_dict(state["bad_steps"])
         set_global(state["global"])
         self.history.rows = rows
         self.signal.load_state_dict(state["signal"], self.solver.to_device)

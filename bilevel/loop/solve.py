@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from tqdm.auto import tqdm
 
 from bilevel.arguments import check_integer, check_loader, length
+from bilevel.checkpoint import CheckpointWarning
 from bilevel.events import RESERVED, VERSION, environment, now
 from bilevel.history import LEADING
 from bilevel.hyper import Space
@@ -21,9 +22,8 @@ from bilevel.loop.checking import check_run, check_unrolled
 from bilevel.loop.defaults import plan
 from bilevel.loop.ending import Ending
 from bilevel.loop.feed import Feed, Fresh
-from bilevel.loop.fingerprint import fingerprint
 from bilevel.loop.keeping import Keeper
-from bilevel.loop.resuming import go_on, kept_settings
+from bilevel.loop.resuming import fingerprint_of, go_on, kept_settings
 from bilevel.loop.run import Run
 from bilevel.loop.solution import Round, Solution
 from bilevel.problem import Problem
@@ -213,7 +213,7 @@ def solve(
         every=checkpoint_every,
     )
     try:
-        state = None if resume is False else keeper.load()
+        state = keeper.load(resume=resume is not False)
         before = kept_settings(state)  # a run that goes on keeps its own, also if it is made longer
         if warmup is None:
             warmup = before.get("warmup", 0 if solver.response.restarts else planned.warmup)
@@ -238,14 +238,9 @@ def solve(
             "accumulate": accumulate,
             "warmup": warmup,
             "evaluate_every": evaluate_every,
-            "inner_clip": inner_clip,
-            "outer_clip": outer_clip,
-            "compile": compile,
-            "seed": seed,
         }
-        if solver.schedulers:
-            settings["schedules advance"] = "every epoch" if epochs is not None else "every round"
-        run.fingerprint = fingerprint(solver, settings, default_outer=outer_optimizer is None)
+        run.fingerprint = fingerprint_of(run, settings, default_outer=outer_optimizer is None)
+        settings |= {"inner_clip": inner_clip, "outer_clip": outer_clip, "compile": compile, "seed": seed}
         if state is not None:
             go_on(run, state, keeper, override=resume == "override")
         ends = partial(_why_to_end, run, planned.limit, epochs, patience, time_budget)
@@ -288,31 +283,32 @@ def _loop(
             if "validation_loss" not in last and run.stopped not in ("terminated", "interrupted"):
                 run.finish()
                 measured = {"validation_loss": run.history.rows[-1]["validation_loss"]}
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         run.stopped = "interrupted"
-        with suppress(DivergenceError):  # returns to the last good state if a bad step has not been noticed yet
-            run.solver.check()
-        _save_whole(run, keeper)
+        _save_whole(run, keeper, error)
     except BaseException as error:
-        run.stopped = "diverged" if isinstance(error, DivergenceError) else "failed"
-        if ending.reason == "interrupted" and isinstance(
-            error, RuntimeError
-        ):  # the workers of a loader were ended, too
-            run.stopped, measured = ending.reason, {}
-            return
-        if run.stopped == "failed":  # after a divergence the last good checkpoint stays
-            _save_whole(run, keeper)
-        keeper.end({"stopped": run.stopped, "round": run.rounds, "error": f"{type(error).__name__}: {error}"})
-        _attach(error, run, keeper)
-        raise
+        if ending.reason is not None and isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
+            run.stopped = ending.reason  # its workers got the signal, too
+        else:
+            run.stopped = "diverged" if isinstance(error, DivergenceError) else "failed"
+            if run.stopped == "failed":  # after a divergence the last good checkpoint stays
+                _save_whole(run, keeper, error)
+            _attach(error, run, keeper)
+            with suppress(CheckpointWarning):
+                keeper.end({"stopped": run.stopped, "round": run.rounds, "error": f"{type(error).__name__}: {error}"})
+            raise
     keeper.end({"stopped": run.stopped, "round": run.rounds, **measured})
 
 
-def _save_whole(run: Run, keeper: Keeper) -> None:
-    """Write the rows and a checkpoint, if the run is between two rounds."""
-    if run.whole and run.rounds:
-        keeper.after_round(run, save=True)
-        keeper.wait(run)
+def _save_whole(run: Run, keeper: Keeper, error: BaseException) -> None:
+    """Write the rows and a checkpoint, if the run is between two rounds; what fails then is not the news."""
+    try:
+        run.solver.check()  # returns to the last good state if a bad step has not been noticed yet
+        if run.whole and run.rounds:
+            keeper.after_round(run, save=True)
+            keeper.wait(run)
+    except Exception as other:
+        error.add_note(f"bilevel.solve: the last round could not be kept ({type(other).__name__}: {other}).")
 
 
 def _attach(error: BaseException, run: Run, keeper: Keeper) -> None:

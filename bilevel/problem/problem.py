@@ -105,7 +105,7 @@ class Problem:
         self.outer_mode = outer_mode
         self._train_mode = {"inner_loss": True, "outer_loss": outer_mode == "train"}
         check_kind("inner", self.params)
-        self._initial = initial
+        self._initial = self.user_initial = initial
         with torch.no_grad():
             check_kind("initial", self.start(self.initial_hyper()))  # raises before any work if a value does not fit
 

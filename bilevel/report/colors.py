@@ -53,7 +53,7 @@ def of_runs(methods: Sequence[str]) -> list[str]:
 
 
 def readable(foreground: str, background: str, least: float = CONTRAST) -> str:
-    """The nearest colour, towards black or white, that has enough contrast.
+    """The nearest colour, towards black or white, that has enough contrast; a grey is as far from white as from black.
 
     Args:
         foreground: A colour such as ``#0072B2``.
@@ -64,11 +64,13 @@ def readable(foreground: str, background: str, least: float = CONTRAST) -> str:
         The colour.
 
     Example:
-        >>> readable("#111111", "#ffffff"), contrast(readable("#111111", "#16181d"), "#16181d") >= 3
-        ('#111111', True)
+        >>> readable("#111111", "#ffffff"), readable("#111111", "#16181d")
+        ('#111111', '#eeeeee')
     """
     end = 255.0 if luminance(background) < 0.18 else 0.0
     rgb = channels(foreground)
+    if end and max(rgb) - min(rgb) < 16:
+        rgb = [255 - value for value in rgb]
     for step in range(21):
         mixed = "#" + "".join(f"{round(one + (end - one) * step / 20):02x}" for one in rgb)
         if contrast(mixed, background) >= least:

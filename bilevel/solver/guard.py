@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, NoReturn, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from bilevel.arguments import check_integer
 from bilevel.response import BestResponse
@@ -53,6 +53,23 @@ class Guard:
         at_once = solver.vector.device.type == "cpu" or policy != "raise"
         self.finite = FiniteCheck(solver.response, solver.vector.detach(), self.round, self.site, at_once=at_once)
         self._due = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many steps were left out, and how many in a row.
+
+        Returns:
+            Plain types.
+        """
+        return {"dropped": self.dropped, "in_a_row": dict(self._in_a_row), "reached": dict(self._reached)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Count on from :meth:`state_dict`."""
+        check_integer("dropped", state["dropped"], 0)
+        self.dropped = state["dropped"]
+        for own, name in ((self._in_a_row, "in_a_row"), (self._reached, "reached")):
+            for level in own:
+                check_integer(name, state[name][level], -1)
+                own[level] = state[name][level]
 
     def keeps_rounds(self) -> bool:
         """Whether the start of a round is to be copied now."""

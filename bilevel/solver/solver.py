@@ -15,8 +15,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from bilevel.arguments import check_flag, check_integer, check_one_process
 from bilevel.batches import to_device
-from bilevel.checkpoint import load as load_file
-from bilevel.checkpoint import save as save_file
 from bilevel.hyper import Named
 from bilevel.interrupts import Waiting
 from bilevel.linear_solvers import LinearSolverError, NotFiniteSystemError
@@ -24,9 +22,10 @@ from bilevel.precision import own_precision
 from bilevel.problem import Problem
 from bilevel.response import BestResponse, Method, get_method
 from bilevel.rng import Stream
+from bilevel.solver import files, steps
 from bilevel.solver import state as states
-from bilevel.solver import steps
 from bilevel.solver.evaluation import mean_outer_loss
+from bilevel.solver.fingerprint import fingerprint
 from bilevel.solver.finite import NotFinite
 from bilevel.solver.first_look import FirstLook
 from bilevel.solver.gradients import Differentiation
@@ -61,6 +60,7 @@ class Solver:
         schedulers: By the same names.
         optimization: The groups of parameters, with their optimizers.
         guard: What happens to a step that is not finite.
+        fingerprint: What the solver is made of, to be compared with a file.
         first_look: The checks of new kinds of batches.
         streams: The random streams of the data, of the losses and of evaluations.
         inner_steps: How many inner steps have been made.
@@ -162,6 +162,7 @@ class Solver:
         self.guard = Guard(self, on_nan, max_bad_steps)
         self._finite = self.guard.finite
         self._differentiation = Differentiation(self.response, self.optimization, self._finite, compile=compile)
+        self.fingerprint = fingerprint(self, seed, compile=compile)
         if problem.device.type == "cpu":
             # glibc keeps freed memory up to twice the largest block freed so far, of at most 32 MB; what is beyond it
             # gives back to the system, and a step spends its time on page faults. So one large block is freed here.
@@ -342,27 +343,28 @@ class Solver:
         return states.save(self)
 
     def save(self, path: str | Path) -> None:
-        """Write :meth:`state_dict` to a file, whole or not at all, with a checksum.
-
-        Args:
-            path: Of the file, which is replaced.
-        """
-        save_file(Path(path), self.state_dict())
-
-    def load(self, path: str | Path) -> None:
-        """Continue from :meth:`save`, bit for bit.
+        """Write :meth:`state_dict` to a file, whole or not at all, with a checksum; the one before stays, as ``.1``.
 
         Args:
             path: Of the file.
 
         Raises:
-            ValueError: If the file is damaged or belongs to another kind of solver; this solver is then unchanged.
-        """
-        state = load_file(Path(path))
-        try:
-            self.load_state_dict(state)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+            CheckpointError: If it cannot be written, or is in use.
+        """  # noqa: DOC502
+        files.save(self, Path(path))
+
+    def load(self, path: str | Path, *, override: bool = False) -> None:
+        """Continue from :meth:`save`, bit for bit; if the file is damaged, from the one before, with a warning.
+
+        Args:
+            path: Of the file.
+            override: Go on with what this solver has where it changed, such as a learning rate, instead of refusing.
+
+        Raises:
+            CheckpointError: If the file cannot be used, or belongs to a solver with other settings; this solver is then
+                unchanged.
+        """  # noqa: DOC502
+        files.load(self, Path(path), override=override)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from :meth:`state_dict` of a solver with the same problem, method and optimizers.

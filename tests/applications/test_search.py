@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import signal
 from functools import partial
 from types import SimpleNamespace
 
@@ -155,8 +156,8 @@ def test_a_trial_is_training_at_the_suggested_values(tmp_path):
         assert float(row["validation_loss"]) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("method", ["random_search", "grid_search"])
-def test_a_search_that_was_interrupted_goes_on(method, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("method", "how"), [("random_search", "SIGTERM"), ("grid_search", "Ctrl-C")])
+def test_a_search_that_was_interrupted_goes_on(method, how, tmp_path, monkeypatch):
     """With the trial that was interrupted; the points are those of an undisturbed search."""
     options = {"method": method, "trials": 6, "seed": 3, "pruner": "none"}
     whole = find(tmp_path / "whole", **options)
@@ -165,7 +166,7 @@ def test_a_search_that_was_interrupted_goes_on(method, tmp_path, monkeypatch):
     def interrupted(experiment, *args, callbacks, **kwargs):
         made.append(experiment)
         if len(made) == 3:
-            callbacks = [*callbacks, _press_ctrl_c]
+            callbacks = [*callbacks, _press_ctrl_c if how == "Ctrl-C" else _terminate]
         return real(experiment, *args, callbacks=callbacks, **kwargs)
 
     with monkeypatch.context() as patch:
@@ -182,6 +183,42 @@ def test_a_search_that_was_interrupted_goes_on(method, tmp_path, monkeypatch):
     assert len(set(points[0])) == len(points[1])
     if method == "grid_search":
         assert set(points[0]) == set(points[1])
+
+
+def test_the_trial_of_a_killed_process_is_taken_up_again(tmp_path, monkeypatch):
+    """What such a process leaves: a trial that is running, whose last sign of life is long ago."""
+    options = {"method": "random_search", "trials": 3, "pruner": "none"}
+    opened = []
+    real = module.open_study
+    monkeypatch.setattr(module, "open_study", lambda *args, **more: opened.append(real(*args, **more)) or opened[-1])
+
+    def killed(trial, *args, **kwargs):
+        monkeypatch.setattr(module, "run_trial", run_trial)
+        run_trial(trial, *args, **kwargs)
+        study = opened[-1]
+        left = study.ask()
+        space = args[2]
+        left.suggest_float("x[0]", space["x[0]"].low, space["x[0]"].high)
+        study._storage.record_heartbeat(left._trial_id)
+        with study._storage._backend.engine.begin() as connection:
+            connection.execute(sqlalchemy.text("UPDATE trial_heartbeats SET heartbeat = '2020-01-01 00:00:00'"))
+        raise KeyboardInterrupt
+
+    run_trial = module.run_trial
+    monkeypatch.setattr(module, "run_trial", killed)
+    find(tmp_path, **options)
+    running = [t for t in opened[-1].trials if t.state.name == "RUNNING"]
+    assert len(running) == 1
+    find(tmp_path, **options)
+    trials = opened[-1].trials
+    assert trials[running[0].number].state.name == "FAIL" and all(t.state.is_finished() for t in trials)
+    again = [t for t in trials if t.system_attrs.get("failed_trial") == running[0].number]
+    assert [t.params["x[0]"] for t in again] == [running[0].params["x[0]"]] and again[0].state.name == "COMPLETE"
+
+
+def _terminate(event):
+    if event.validation_loss is not None:
+        signal.raise_signal(signal.SIGTERM)
 
 
 def _press_ctrl_c(event):

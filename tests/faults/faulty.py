@@ -9,7 +9,9 @@ import signal
 import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import bilevel
 
 LONG = os.environ.get("FAULTS") == "long"
+TALLY: Counter[str] = Counter()
 FIGURES = Path(__file__).parents[2] / "docs" / "results" / "faults.txt"
 
 
@@ -30,11 +33,17 @@ def count(short: int, long: int) -> int:
     return long if LONG else short
 
 
-def report(line: str) -> None:
-    """Note a figure of the long form."""
-    if LONG:
-        with FIGURES.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+def tally(what: str, number: int) -> None:
+    """Add to a figure of the long form."""
+    TALLY[what] += number
+
+
+def write_figures() -> None:
+    """Put the figures into the docs; those of tests that did not run stay."""
+    lines = FIGURES.read_text(encoding="utf-8").splitlines() if FIGURES.exists() else []
+    old = {what: int(number) for number, what in (line.split(maxsplit=1) for line in lines)}
+    found = sorted((old | TALLY).items())
+    FIGURES.write_text("".join(f"{number:>6} {what}\n" for what, number in found), encoding="utf-8")
 
 
 def loader(seed: int) -> DataLoader:
@@ -66,6 +75,7 @@ def result(solution: bilevel.Solution) -> object:
 
 def _quietly(action: Callable[[], object]) -> None:
     warnings.simplefilter("ignore")
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     action()
 
 
@@ -83,7 +93,8 @@ def in_child(action: Callable[[], object], *, send: int | None = None, after: fl
     if send is not None:
         time.sleep(after)
         assert child.pid is not None
-        os.kill(child.pid, send)
+        with suppress(ProcessLookupError):  # it may have come to its end
+            os.kill(child.pid, send)
     child.join()
     assert child.exitcode is not None
     return child.exitcode

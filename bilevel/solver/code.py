@@ -1,0 +1,251 @@
+"""A hash of what a function does, so that a changed loss is not taken for the old one."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import inspect
+import os
+import re
+import sys
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
+from typing import Any, final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bilevel.batches import leaves
+
+DEPTH = 12
+MANY = 1000
+"""Of longer collections, so many entries count."""
+LARGE = 1 << 20
+"""Of tensors with more entries, a sample counts."""
+LIBRARIES = tuple(os.path.dirname(os.path.abspath(str(module.__file__))) for module in (os, torch, np))
+LIBRARIES += (str(Path(__file__).resolve().parents[1]),)
+INSTALLED = {"site-packages", "dist-packages"}
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+
+
+def digest(batch: Any) -> str:
+    """Of all tensors, arrays, numbers and strings of a batch.
+
+    Args:
+        batch: As a loader yields it.
+
+    Returns:
+        A hash.
+    """
+    total = hashlib.sha256()
+    for leaf in leaves(batch):
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+            total.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
+            flat = leaf.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+            if flat.numel():
+                total.update(memoryview(flat.view(torch.uint8).numpy()))  # type: ignore[arg-type]
+        elif isinstance(leaf, np.ndarray) and leaf.dtype.kind in "biufcSU":
+            total.update(f"{leaf.dtype}{leaf.shape}".encode() + np.ascontiguousarray(leaf).tobytes())
+        elif leaf is None or isinstance(leaf, bool | int | float | str | bytes):
+            total.update(repr(leaf).encode())
+        else:
+            total.update(type(leaf).__name__.encode())
+    return total.hexdigest()
+
+
+def code_of(function: Any) -> str:
+    """A hash of what a function does: its code, that of the user's functions it calls, and the values that it reads.
+
+    Names of local variables, comments, docstrings and positions do not count; functions of installed packages neither.
+    Of values that are captured, global, defaults, or attributes of the object to which a method belongs, these do:
+    numbers, strings, collections and plain objects of them, tensors without gradients, arrays, and the settings and
+    frozen weights of modules.
+
+    Args:
+        function: A function, a method, a partial, an object that can be called, or a module.
+
+    Returns:
+        The hash.
+
+    Example:
+        >>> code_of(lambda x: x + 1) == code_of(lambda y: y + 1), code_of(lambda x: x + 1) == code_of(lambda x: x + 2)
+        (True, False)
+    """
+    walk = _Walk()
+    walk.see(function, 0)
+    return walk.total.hexdigest()
+
+
+def plain_repr(value: Any) -> str:
+    """What it prints, without addresses in memory."""
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+@final
+class _Walk:
+    """What has been seen on the way."""
+
+    def __init__(self) -> None:
+        self.total = hashlib.sha256()
+        self._seen: dict[int, Any] = {}  # with the objects, so that no address is used again
+
+    def add(self, *parts: str | bytes) -> None:
+        for part in parts:
+            content = part if isinstance(part, bytes) else part.encode("utf-8", "replace")
+            self.total.update(f"{len(content)}:".encode() + content)
+
+    def see(self, value: Any, depth: int) -> None:
+        """Take a value into account."""
+        if isinstance(value, PLAIN):
+            self.add(repr(value))
+            return
+        if id(value) in self._seen:
+            self.add(f"again {list(self._seen).index(id(value))}")
+            return
+        if depth > DEPTH:
+            return
+        self._seen[id(value)] = value
+        if isinstance(value, nn.Module):
+            self._module(value, depth + 1)
+        elif isinstance(value, Tensor):
+            self._tensor(value)
+        elif isinstance(value, np.ndarray | np.generic):
+            self.add(digest(np.asarray(value)))
+        elif isinstance(value, CodeType):
+            self._code(value, depth + 1)
+        elif isinstance(value, FunctionType):
+            self._function(value, depth + 1)
+        elif isinstance(value, functools.partial):
+            for part in (value.func, value.args, value.keywords):
+                self.see(part, depth + 1)
+        elif isinstance(value, tuple | list | set | frozenset | Mapping):
+            self._collection(value, depth + 1)
+        elif inspect.ismethod(value):
+            self._bound(value.__func__, value.__self__, depth + 1)
+        elif isinstance(value, type):
+            self._class(value, depth + 1)
+        elif isinstance(value, Namespace | SimpleNamespace) or dataclasses.is_dataclass(value):
+            self._collection(_attributes(value), depth + 1)
+        elif inspect.isroutine(value):
+            self.add(getattr(value, "__module__", None) or "", getattr(value, "__qualname__", ""))
+        elif callable(value):
+            self.see(getattr(value, "__wrapped__", None), depth + 1)
+            self._bound(getattr(type(value), "__call__", None), value, depth + 1)  # noqa: B004
+
+    def _tensor(self, value: Tensor) -> None:
+        if value.requires_grad or value.layout != torch.strided or value.is_meta:
+            return
+        flat = value.detach().reshape(-1)
+        self.add(f"{tuple(value.shape)}", digest(flat[:: 1 + flat.numel() // LARGE]))
+
+    def _module(self, value: nn.Module, depth: int) -> None:
+        """Its settings, its frozen weights, and how the parts that the user wrote are computed."""
+        self.add(plain_repr(value))
+        for name, param in value.named_parameters():
+            if not param.requires_grad:
+                self.add(name)
+                self.see(param.data, depth)
+        for part in value.modules():
+            if _of_user(type(part).forward):
+                self._bound(type(part).forward, part, depth)
+
+    def _code(self, value: CodeType, depth: int, doc: str | None = None) -> None:
+        self.add(value.co_code, repr(value.co_names))
+        for constant in value.co_consts:
+            if constant is None or constant is not doc:
+                self.see(constant, depth)
+
+    def _function(self, value: FunctionType, depth: int) -> None:
+        if not _of_user(value):
+            self.add(value.__module__ or "", value.__qualname__)
+            return
+        self._code(value.__code__, depth, value.__doc__)
+        for cell in value.__closure__ or ():
+            self.see(_content(cell), depth)
+        self.see(value.__defaults__, depth)
+        self.see(value.__kwdefaults__, depth)
+        names = _names(value.__code__)
+        for name in sorted(names):
+            if name in value.__globals__:
+                self._global(name, value.__globals__[name], names, depth)
+
+    def _global(self, name: str, value: Any, names: set[str], depth: int) -> None:
+        """What a function reads from its module: the user's functions, and values."""
+        if isinstance(value, ModuleType):
+            if _of_user(value):
+                for inside in sorted(names):
+                    if inside in vars(value):
+                        self._global(inside, vars(value)[inside], set(), depth)
+        elif not callable(value) or _of_user(value):
+            self.add(name)
+            self.see(value, depth)
+
+    def _bound(self, function: Any, owner: Any, depth: int) -> None:
+        """A method, with the attributes of its object that it reads, and the methods that it calls."""
+        if not isinstance(function, FunctionType) or not _of_user(function):
+            return
+        self.see(function, depth)
+        if isinstance(owner, type):
+            return
+        own = _attributes(owner)
+        for name in sorted(_names(function.__code__) | {"__call__"}):  # which has no name where it is called
+            if name in own:
+                if name != "training" and not isinstance(own[name], nn.Module):
+                    self.add(name)
+                    self.see(own[name], depth)
+            elif isinstance(called := inspect.getattr_static(type(owner), name, None), FunctionType):
+                if id(called) not in self._seen:
+                    self._bound(called, owner, depth + 1)
+
+    def _class(self, value: type, depth: int) -> None:
+        if _of_user(value):
+            for name, entry in sorted(vars(value).items()):
+                entry = entry.__func__ if isinstance(entry, staticmethod | classmethod) else entry
+                if isinstance(entry, FunctionType | bool | int | float | str) and not name.startswith("__"):
+                    self.add(name)
+                    self.see(entry, depth)
+
+    def _collection(self, value: Any, depth: int) -> None:
+        self.add(type(value).__name__, str(len(value)))
+        if isinstance(value, Mapping):
+            for key in list(value)[:MANY]:
+                self.see(key, depth)
+                self.see(value[key], depth)
+        else:
+            entries = sorted(value, key=repr) if isinstance(value, set | frozenset) else value
+            for entry in entries[:MANY]:
+                self.see(entry, depth)
+
+
+def _of_user(value: Any) -> bool:
+    """Whether it was written by the user, and not installed."""
+    if isinstance(value, FunctionType):
+        place = value.__code__.co_filename
+    else:
+        module = value if isinstance(value, ModuleType) else sys.modules.get(getattr(value, "__module__", None) or "")
+        built_in = module is None or module.__name__ == "builtins"
+        place = getattr(module, "__file__", None) or (LIBRARIES[0] if built_in else "")
+    return not place.startswith(LIBRARIES) and not INSTALLED & set(Path(place).parts)
+
+
+def _names(code: CodeType) -> set[str]:
+    """What a code looks up, and the functions and comprehensions inside it."""
+    inside = [_names(constant) for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*inside)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    slots = {name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if isinstance(name, str)}
+    found = {name: getattr(value, name) for name in sorted(slots) if hasattr(value, name) and name != "__dict__"}
+    return found | dict(getattr(value, "__dict__", {}))
+
+
+def _content(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
