@@ -9,6 +9,18 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 
+class CannotRespond(Exception):
+    """A network cannot respond to a perturbation of its own for each example; with one for the whole batch it can."""
+
+
+class NoRule(CannotRespond, NotImplementedError):
+    """An operation on a responding weight has no rule."""
+
+
+class NoExamples(CannotRespond, ValueError):
+    """A responding weight meets an activation whose examples are not where they are expected."""
+
+
 class Rows(NamedTuple):
     r"""The change of one weight, :math:`f \odot_{\text{row}} \mathbf{R}`, not multiplied out.
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from bilevel.responding import NoExamples
 from bilevel.structure.linear import bilinear
 from bilevel.structure.respond import Respond, rule
 
@@ -35,5 +36,5 @@ def _convolve(
         return y
 
     if x.ndim != weight.ndim:
-        raise ValueError(mode.refusal(mode.name(weight, bias), function, "on an input without a dimension of examples"))
+        raise NoExamples(mode.refusal(mode.name(weight, bias), function, "on an input without a dimension of examples"))
     return bilinear(mode, function, op, x, weight, bias, axis=1, **rows)

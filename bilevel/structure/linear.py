@@ -9,8 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bilevel.layouts import FIRST
+from bilevel.responding import NoExamples, NoRule
 from bilevel.structure.elementwise import shift
+from bilevel.structure.moves import move
 from bilevel.structure.respond import Respond, rule
+from bilevel.structure.weights import Weight
 
 
 def bilinear(
@@ -42,23 +46,37 @@ def bilinear(
         Its output.
 
     Raises:
-        NotImplementedError: If the rows lie elsewhere in the weight.
-        ValueError: If the input has no dimension of examples.
+        NoRule: If the rows lie elsewhere in the weight.
+        NoExamples: If the input has no dimension of examples.
     """
-    x = mode.check(x, function, weight, bias)
+    if mode.responds(x) and not mode.spread(x):
+        raise NoRule(mode.refusal(mode.name(x), function, "in the place of an activation"))
+    x = mode.activation(x)
+    if axis == -1:
+        x, back = mode.front(x, function, weight, bias)
+        inner = 1
+    else:
+        layout = mode.layout(x, function, weight, bias)
+        if layout.dim or layout.outer > 1:
+            mode.check(x, function, weight, bias)
+        inner, back = layout.inner, None  # one image after the other, some for each example
     if x.ndim < 2:
-        raise ValueError(mode.refusal(mode.name(weight, bias, x), function, "on an input without a dimension of units"))
+        raise NoExamples(mode.refusal(mode.name(weight, bias, x), function, "on an input without a dimension of units"))
 
     def along(factor: Tensor, y: Tensor) -> Tensor:
         sizes = [1] * y.ndim
         sizes[axis] = -1
-        return factor.reshape(mode.count, *sizes[1:])
+        factor = factor.reshape(mode.count, *sizes[1:])
+        return factor if inner == 1 else factor.repeat_interleave(inner, 0)
 
-    found = mode.weight(weight) if mode.responds(weight) else None
-    rows = [] if found is None else [dim for dim, size in enumerate(found.factor.shape[1:]) if size > 1]
+    def result(y: Tensor) -> Tensor:
+        return y if back is None else back(y)
+
+    found = mode.terms(weight) if mode.responds(weight) else None
+    rows = [] if found is None else found.rows
     if rows not in ([], [out], [into]):
         reason = f"with its rows in dimensions {rows} of {tuple(weight.shape)}"
-        raise NotImplementedError(mode.refusal(mode.name(weight), function, reason))
+        raise NoRule(mode.refusal(mode.name(weight), function, reason))
     value, tangent = mode.split(x)
     if found is not None and found.grows and rows == [into]:
         # Input units that grow are inputs that grow; the weight then responds no more.
@@ -68,31 +86,29 @@ def bilinear(
     if found is None or not found.grows:
         y = op(value, weight, bias)
         responses = [None if tangent is None else op(tangent, weight, None), shifts]
-        if found is not None and rows == [into]:
-            responses.append(op(value * along(found.factor, value), found.template, None))
-        elif found is not None:
-            responses.append(along(found.factor, y) * op(value, found.template, None))
-        return mode.join(y, *responses)
+        for factor, template in () if found is None else found.terms:
+            if rows == [into]:
+                responses.append(op(value * along(factor, value), template, None))
+            else:
+                responses.append(along(factor, y) * op(value, template, None))
+        return result(mode.join(y, *responses))
     # A weight that grows needs no product of its own: its response is W x, scaled.
     product, factor = op(value, weight, None), along(found.factor, value)
-    offset = None if bias is None else along(bias.expand(mode.count, -1), value)
+    offset = None if bias is None else bias.reshape([-1 if dim == axis % value.ndim else 1 for dim in range(value.ndim)])
     if mode.linearized:
         y = product if offset is None else (product + offset).to(product.dtype)
         response = factor * product if shifts is None else torch.addcmul(shifts, factor, product)
-        return mode.join(y, None if tangent is None else op(tangent, weight, None), response)
+        return result(mode.join(y, None if tangent is None else op(tangent, weight, None), response))
     if offset is None:
         y = (1 + factor) * product
     else:
         y = torch.addcmul(offset if shifts is None else offset + shifts, 1 + factor, product)
-    return y.to(product.dtype)  # which is that of autocast where it is on
+    return result(y.to(product.dtype))  # which is that of autocast where it is on
 
 
 @rule(F.linear)
 def linear(mode: Respond, function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """A row is an output unit."""
-    whole = mode.unflatten(input)
-    if whole is not None:
-        return linear(mode, function, whole, weight, bias).flatten(0, 1)
     return bilinear(mode, function, F.linear, input, weight, bias, axis=-1, out=0, into=1)
 
 
@@ -101,10 +117,7 @@ def product(mode: Respond, function: Any, input: Tensor, other: Tensor) -> Tenso
     """A matrix on the right: a row is an input unit, and the input is scaled."""
     if other.ndim != 2 or not mode.responds(other):
         name = mode.name(input, other)
-        raise NotImplementedError(mode.refusal(name, function, "as other than a matrix on the right"))
-    whole = mode.unflatten(input)
-    if whole is not None:
-        return product(mode, function, whole, other).flatten(0, 1)
+        raise NoRule(mode.refusal(name, function, "as other than a matrix on the right"))
 
     def op(x: Tensor, w: Tensor, b: None) -> Tensor:
         return x @ w
@@ -113,17 +126,22 @@ def product(mode: Respond, function: Any, input: Tensor, other: Tensor) -> Tenso
 
 
 @rule(torch.addmm, Tensor.addmm)
-def product_and_shift(mode: Respond, function: Any, input: Tensor, mat1: Tensor, mat2: Tensor, **scales: Any) -> Tensor:
+def product_and_shift(
+    mode: Respond, function: Any, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
     """A bias, and a matrix on the right."""
-    if scales or mode.responds(mat1):
-        raise NotImplementedError(
-            mode.refusal(mode.name(input, mat1, mat2), function, "with beta, alpha or on the left")
-        )
-    whole = mode.unflatten(mat1)
-    if whole is not None:
-        return product_and_shift(mode, function, input, whole, mat2).flatten(0, 1)
-    y = product(mode, function, mat1, mat2) if mode.responds(mat2) else mat1 @ mat2
-    return shift(mode, function, y, input) if mode.responds(input) else y + input
+    if beta != 1 or alpha != 1 or mode.responds(mat1) or mode.layouts.known(mat2):
+        raise NoRule(mode.refusal(mode.name(input, mat1, mat2), function, "with beta, alpha or on the left"))
+    if mode.responds(input) and mode.terms(input).terms[0][1].ndim > 1:
+        raise NoRule(mode.refusal(mode.name(input), function, "as more than a bias"))
+
+    def op(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        return x @ w if b is None else x @ w + b
+
+    if not mode.responds(input):
+        y = product(mode, function, mat1, mat2)
+        return y + input
+    return bilinear(mode, function, op, mat1, mat2, input, axis=-1, out=1, into=0)
 
 
 @rule(F.embedding)
@@ -142,7 +160,13 @@ def embedding(
     rows = mode.rows(weight, function)
     if rows is None or max_norm is not None or sparse:
         reason = "as other than the table, with max_norm or with sparse gradients"
-        raise NotImplementedError(mode.refusal(mode.name(input, weight), function, reason))
+        raise NoRule(mode.refusal(mode.name(input, weight), function, reason))
+    layout = mode.layouts.of(input)
+    if layout is not None and layout != FIRST and mode.origins.from_inputs(input):
+        ids, back = mode.front(input, function, weight, own=0)
+        ids = ids.contiguous()
+        mode.origins.note(ids)
+        return back(embedding(mode, function, ids, weight, padding_idx, None, norm_type, scale_grad_by_freq))
     counts = input.shape[:1] == (mode.count,)
     expanded = input.ndim > 1 and input.stride(0) == 0
     ids = input[:1] if expanded else input
