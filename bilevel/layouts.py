@@ -111,6 +111,8 @@ class Layouts:
         name = getattr(function, "__name__", "")
         if name == "__get__":  # x.T and its relatives
             name = getattr(getattr(function, "__self__", None), "__name__", "")
+        if name.startswith("new_"):  # of whatever shape, and without examples
+            return
         if name == "__setitem__":
             self._assigned(args[0], args[-1])
             return

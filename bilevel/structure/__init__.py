@@ -1,6 +1,15 @@
 """How the weights respond to the hyperparameters."""
 
-from bilevel.structure import attention, convolution, elementwise, linear, moves, norms  # which register their rules
+from bilevel.structure import (  # which register their rules
+    attention,
+    convolution,
+    elementwise,
+    linear,
+    moves,
+    norms,
+    norms_of_weights,
+    products,
+)
 from bilevel.structure.by_rows import ByRows
 from bilevel.structure.choice import STRUCTURES, Theta, choose, make
 from bilevel.structure.dense import Dense
@@ -24,6 +33,8 @@ __all__ = [
     "make",
     "moves",
     "norms",
+    "norms_of_weights",
+    "products",
     "respond",
     "rule",
 ]

@@ -138,6 +138,11 @@ class Respond(TorchFunctionMode):
         except NoRule as refused:
             return by_example(self, func, args, kwargs, refused)
 
+    def by_example(self, func: Callable[..., Any], *args: Any) -> Any:
+        """The rule of last resort, for operations that another rule is made of."""
+        name = self.name(*pytree.tree_leaves(args))
+        return by_example(self, func, args, {}, NoRule(self.refusal(name, func, "which has no rule")))
+
     def responds(self, x: Any) -> bool:
         """Whether this is a responding weight."""
         return id(x) in self._responding
@@ -270,14 +275,16 @@ class Respond(TorchFunctionMode):
 
         Raises:
             NoExamples: If that is unknown.
+            NoRule: If it has none, because it does not come from the inputs.
         """
         layout = None if self.responds(x) else self.layouts.of(x)
         if layout is None:
-            reason = (
-                f"on an input of shape {tuple(x.shape)}, whose dimension 0 does not count the {self.count} examples"
-            )
-            raise NoExamples(self.refusal(self.name(*weights, x), func, reason))
+            raise (NoExamples if self.layouts.known(x) else NoRule)(self._no_examples(x, func, *weights))
         return layout
+
+    def _no_examples(self, x: Tensor, func: Any, *weights: Any) -> str:
+        reason = f"on an input of shape {tuple(x.shape)}, whose dimension 0 does not count the {self.count} examples"
+        return self.refusal(self.name(*weights, x), func, reason)
 
     def front(self, x: Tensor, func: Any, *weights: Any, own: int = 1) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """Bring the examples of an activation to dimension 0.
@@ -333,10 +340,7 @@ class Respond(TorchFunctionMode):
         """
         x = self.activation(x)
         if self.responds(x) or self.layouts.of(x) != FIRST:
-            reason = (
-                f"on an input of shape {tuple(x.shape)}, whose dimension 0 does not count the {self.count} examples"
-            )
-            raise NoExamples(self.refusal(self.name(*weights, x), func, reason))
+            raise NoExamples(self._no_examples(x, func, *weights))
         return x
 
     def placed(self, change: Tensor, layout: Layout, ndim: int) -> Tensor:
