@@ -16,8 +16,28 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from bilevel.batches import leaves
+
+
+@final
+class Ids:
+    """The example of each row, where rows were chosen: the tokens of an expert, or all that are no padding."""
+
+    def __init__(self, ids: Tensor) -> None:
+        """Keep the numbers, shape ``(rows,)``."""
+        self.ids = ids
+
+    @override
+    def __eq__(self, other: object) -> bool:
+        """Whether the same examples are in the same order."""
+        return isinstance(other, Ids) and torch.equal(self.ids, other.ids)
+
+    @override
+    def __hash__(self) -> int:
+        """By length."""
+        return len(self.ids)
 
 
 class Layout(NamedTuple):
@@ -27,16 +47,29 @@ class Layout(NamedTuple):
         dim: The dimension.
         outer: How often all examples are repeated in it, as in ``(T * B, features)``.
         inner: How many entries belong to one example, as in ``(B * T, features)``.
+        chosen: Instead of both, the example of each entry.
     """
 
     dim: int
     outer: int = 1
     inner: int = 1
+    chosen: Ids | None = None
 
     @property
     def alone(self) -> bool:
         """Whether the examples have a dimension of their own."""
-        return self.outer == self.inner == 1
+        return self.outer == self.inner == 1 and self.chosen is None
+
+    def ids(self, count: int, device: torch.device) -> Tensor:
+        """The example of each entry."""
+        if self.chosen is not None:
+            return self.chosen.ids
+        examples = torch.arange(count, device=device)
+        return examples.repeat_interleave(self.inner).repeat(self.outer)
+
+    def size(self, count: int) -> int:
+        """How many entries there are."""
+        return self.outer * count * self.inner if self.chosen is None else len(self.chosen.ids)
 
 
 FIRST = Layout(0)
@@ -54,8 +87,8 @@ class Layouts:
         >>> layouts = Layouts(3, x)
         >>> y = x.transpose(0, 1)
         >>> layouts.follow(torch.transpose, (x, 0, 1), {}, [x], y)
-        >>> layouts.of(x), layouts.of(y)
-        (Layout(dim=0, outer=1, inner=1), Layout(dim=1, outer=1, inner=1))
+        >>> layouts.of(x).dim, layouts.of(y).dim
+        (0, 1)
     """
 
     def __init__(self, count: int, inputs: Any = ()) -> None:
@@ -91,7 +124,7 @@ class Layouts:
 
     def note(self, x: Tensor, layout: Layout | None) -> None:
         """Remember where the examples of a tensor are; None for nowhere that is known."""
-        if layout is not None and x.shape[layout.dim] != layout.outer * self.count * layout.inner:
+        if layout is not None and x.shape[layout.dim] != layout.size(self.count):
             layout = None
         self._known[id(x)] = weakref.ref(x), layout
 
@@ -122,7 +155,8 @@ class Layouts:
             if not isinstance(y, Tensor) or any(y is x for x in sources):
                 continue
             if find is None:
-                self.note(y, self._kept(name, sources, flat, y) if name not in _MIXING else None)
+                apart = name not in _MIXING or self._apart(sources, args, kwargs)
+                self.note(y, self._kept(name, sources, flat, y) if apart else None)
                 continue
             start = _tensors(args[0] if args else next(iter(kwargs.values())))
             x = next((x for x in start if self.known(x)), None)
@@ -140,6 +174,16 @@ class Layouts:
         if isinstance(value, Tensor) and isinstance(x, Tensor) and self.known(value) and not self.known(x):
             layout = self.of(value)
             self.note(x, None if layout is None else layout._replace(dim=layout.dim + x.ndim - value.ndim))
+
+    def _apart(self, sources: list[Tensor], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        """Whether what is put in another order, or chosen, lies along other dimensions than the examples."""
+        dims = kwargs.get("dims", kwargs.get("dim"))
+        if dims is None:
+            dims = [a for a in args[1:] if isinstance(a, tuple | list) or type(a) is int][-1:]
+            dims = dims[0] if dims else -1
+        given = dims if isinstance(dims, tuple | list) else [dims]
+        found = [(x, self.of(x)) for x in sources]
+        return all(layout is not None and layout.dim not in _dims(x, *given) for x, layout in found)
 
     def _kept(self, name: str, sources: list[Tensor], flat: list[Any], y: Tensor) -> Layout | None:
         """The layout of what most operations return: entry by entry, or with other sizes behind the examples."""
@@ -159,6 +203,7 @@ class Layouts:
                 found.add(layout)
             else:
                 found.add(None)
+        found -= {None} if len(found) > 1 else set()  # masks whose examples were lost
         return found.pop() if len(found) == 1 else None
 
 
@@ -177,6 +222,8 @@ def _reshaped(count: int, layout: Layout, x: Tensor, y: Tensor, args: Any, kwarg
     """All numbers in the same order, in another shape."""
     if x.numel() != y.numel():
         return None
+    if layout.chosen is not None:
+        return _regrouped(count, layout, x, y)
     outer = prod(x.shape[: layout.dim]) * layout.outer
     inner = layout.inner * prod(x.shape[layout.dim + 1 :])
     for dim, size in enumerate(y.shape):
@@ -184,6 +231,27 @@ def _reshaped(count: int, layout: Layout, x: Tensor, y: Tensor, args: Any, kwarg
         if outer % before == 0 and inner % after == 0 and outer // before * count * (inner // after) == size:
             return Layout(dim, outer // before, inner // after)
     return None
+
+
+def _regrouped(count: int, layout: Layout, x: Tensor, y: Tensor) -> Layout | None:
+    """Rows that were chosen keep their dimension, or are put together again by several of one example."""
+    ids, before = layout.ids(count, x.device), prod(x.shape[: layout.dim])
+    for dim, size in enumerate(y.shape):
+        if prod(y.shape[:dim]) != before or size == 0 or len(ids) % size:
+            continue
+        groups = ids.view(size, -1)
+        if prod(y.shape[dim + 1 :]) == prod(x.shape[layout.dim + 1 :]) * groups.shape[1]:
+            return _chosen(dim, groups[:, 0], count) if bool((groups == groups[:, :1]).all()) else None
+    return None
+
+
+def _chosen(dim: int, ids: Tensor, count: int) -> Layout:
+    """The layout of rows that were chosen, which may be all rows again."""
+    inner = max(len(ids) // count, 1)
+    plain = Layout(dim, 1, inner)
+    if plain.size(count) == len(ids) and torch.equal(plain.ids(count, ids.device), ids):
+        return plain
+    return Layout(dim, chosen=Ids(ids))
 
 
 def _dims(x: Tensor, *dims: int) -> list[int]:
@@ -243,8 +311,7 @@ def _without(count: int, layout: Layout, x: Tensor, y: Tensor, args: Any, kwargs
 def _indexed(count: int, layout: Layout, x: Tensor, y: Tensor, args: Any, kwargs: Any) -> Layout | None:
     index = args[0] if isinstance(args[0], tuple) else (args[0],)
     if any(not isinstance(part, int | slice | None) and part is not Ellipsis for part in index):
-        # By tensors: rows of examples, as in x[arange(B), last], stay first if they were.
-        return layout if layout == FIRST else None
+        return _picked(count, layout, x, y, index)
     used = sum(part is not None and part is not Ellipsis for part in index)
     if Ellipsis not in index:
         index = (*index, Ellipsis)
@@ -263,6 +330,29 @@ def _indexed(count: int, layout: Layout, x: Tensor, y: Tensor, args: Any, kwargs
                 return layout._replace(dim=new) if isinstance(part, slice) and not reverses else None
             old, new = old + 1, new + isinstance(part, slice)
     return None
+
+
+def _picked(count: int, layout: Layout, x: Tensor, y: Tensor, index: tuple[Any, ...]) -> Layout | None:
+    """Rows that are chosen by a table of numbers or of truth values, in front."""
+    first, *rest = index
+    if layout.dim or not isinstance(first, Tensor) or first.ndim == 0:
+        return None
+    if any(isinstance(part, slice) and part != slice(None) for part in rest):
+        return None
+    ids = layout.ids(count, x.device)
+    if first.dtype == torch.bool:
+        rows = first.nonzero()[:, 0] if not rest else None
+    else:
+        rows = first if first.ndim == 1 and all(not isinstance(part, Tensor) or part.ndim <= 1 for part in rest) else None
+    return None if rows is None or len(y) != len(rows) else _chosen(0, ids[rows], count)
+
+
+def _selected(count: int, layout: Layout, x: Tensor, y: Tensor, args: Any, kwargs: Any) -> Layout | None:
+    """``index_select``."""
+    dim, index = _given(args, kwargs, "dim", "index")
+    if dim % x.ndim != layout.dim:
+        return layout
+    return _chosen(layout.dim, layout.ids(count, x.device)[index], count)
 
 
 def _stacked(count: int, layout: Layout, x: Tensor, y: Tensor, args: Any, kwargs: Any) -> Layout | None:
@@ -308,6 +398,7 @@ def _pairs() -> Iterator[tuple[str, Any]]:
         _without: "select unbind __iter__",
         _indexed: "__getitem__",
         _stacked: "stack",
+        _selected: "index_select",
         _reduced: "sum mean amax amin max min std var prod logsumexp argmax argmin any all median nansum var_mean",
         _norm: "norm vector_norm",
         _attended: "multi_head_attention_forward",
@@ -319,4 +410,4 @@ def _pairs() -> Iterator[tuple[str, Any]]:
 
 _MOVES = dict(_pairs())
 _LONGER = ("embedding", "one_hot")
-_MIXING = ("flip", "flipud", "roll", "rot90", "sort", "argsort", "index_select", "gather", "take_along_dim", "fliplr")
+_MIXING = ("flip", "flipud", "roll", "rot90", "sort", "argsort", "gather", "take_along_dim", "fliplr")

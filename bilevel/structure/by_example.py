@@ -96,7 +96,7 @@ def by_example(mode: Respond, function: Any, args: Any, kwargs: Any, refused: No
 
 
 def _simple(layout: Layout | None, refused: NoRule) -> Layout:
-    if layout is None or layout.outer > 1:
+    if layout is None or layout.outer > 1 or layout.chosen is not None:
         raise refused
     return layout
 

@@ -11,6 +11,7 @@ from bilevel.layouts import FIRST, Layout
 from bilevel.responding import NoExamples, NoRule
 from bilevel.structure.moves import copy
 from bilevel.structure.respond import Respond, rule
+from bilevel.structure.weights import Term
 
 DIVISIONS = (torch.div, Tensor.div, torch.true_divide, Tensor.true_divide)
 
@@ -21,9 +22,11 @@ def scale(mode: Respond, function: Any, input: Any, other: Any, **options: Any) 
     if options or (function in DIVISIONS and mode.responds(other)):
         return pointwise(mode, function, input, other, **options)
     weight, x = (input, other) if mode.responds(input) else (other, input)
-    if not isinstance(x, Tensor) or (not mode.responds(x) and (x.ndim == 0 or _is_mask(mode, x, weight))):
-        more = tuple((factor, function(template, x)) for factor, template in mode.terms(weight).more)
-        return mode.register(function(input, other), weight, lambda template: function(template, x), more=more)
+    if not isinstance(x, Tensor) or _is_constant(mode, x, weight):
+        result, found = function(input, other), mode.terms(weight)
+        (factor, _), *more = _lifted(mode, weight, result)
+        rest = tuple((f, function(template, x)) for (f, _), (_, template) in zip(more, found.more, strict=True))
+        return mode.register(result, weight, lambda template: function(template, x), factor, more=rest)
     if function in DIVISIONS:
         return pointwise(mode, function, input, other)
     weight, x = _sides(mode, function, weight, x)
@@ -38,9 +41,10 @@ def shift(mode: Respond, function: Any, input: Any, other: Any, *, alpha: float 
     weight, x = (input, other) if mode.responds(input) else (other, input)
     if alpha != 1:
         return pointwise(mode, function, input, other, alpha=alpha)
-    if not isinstance(x, Tensor) or (not mode.responds(x) and x.ndim == 0):
-        old = mode.terms(weight)
-        return mode.register(weight + x, weight, old.template, more=old.more)
+    if not isinstance(x, Tensor) or _is_constant(mode, x, weight):
+        result = weight + x
+        (factor, template), *more = _lifted(mode, weight, result)
+        return mode.register(result, weight, template, factor, more=tuple(more))
     weight, x = _sides(mode, function, weight, x)
     value, tangent = mode.split(x)
     change = _change(mode, function, weight, mode.layout(x, function, weight), x)
@@ -217,12 +221,22 @@ def _shares(mode: Respond, weight: Tensor) -> bool:
     return weight.ndim > 0 and len(weight) == mode.count > 1 and mode.spread(weight)
 
 
-def _is_mask(mode: Respond, x: Tensor, weight: Tensor) -> bool:
-    """Whether a tensor has the shape of the weight and cannot be an activation."""
-    if mode.layouts.known(x):
+def _is_constant(mode: Respond, x: Tensor, weight: Tensor) -> bool:
+    """Whether a tensor is neither a weight nor an activation: a number, a mask on the weight, a buffer."""
+    if mode.responds(x) or mode.layouts.known(x):
         return False
-    shares = mode.spread(weight) or mode.terms(weight).chosen
-    return x.shape == weight.shape and not (len(x) == mode.count and shares)
+    if x.ndim == 0 or x.shape[:1] != (mode.count,):
+        return True
+    return x.shape == weight.shape and not (mode.spread(weight) or mode.terms(weight).chosen)
+
+
+def _lifted(mode: Respond, weight: Tensor, result: Tensor) -> list[Term]:
+    """The terms of a weight that was broadcast to the shape of a result."""
+    free = [1] * (result.ndim - weight.ndim)
+    return [
+        (factor.reshape(mode.count, *free, *factor.shape[1:]), template.expand_as(result))
+        for factor, template in mode.terms(weight).terms
+    ]
 
 
 def _change(mode: Respond, function: Any, weight: Tensor, layout: Layout, x: Tensor) -> Tensor:
@@ -234,8 +248,8 @@ def _change(mode: Respond, function: Any, weight: Tensor, layout: Layout, x: Ten
     if place < 0 or weight.shape[place] == 1:
         return mode.placed(mode.change(weight), layout, x.ndim)
     _, _, factor, template, chosen, _ = mode.weight(weight)
-    if layout == FIRST and _shares(mode, weight):
-        return factor[:, 0] * template[0]
+    if factor.shape[1 + place] == 1 and template.stride(place) == 0:  # the same for all
+        return mode.placed(factor * template.narrow(place, 0, 1), layout, x.ndim)
     if layout == FIRST and chosen:  # example i takes entry i of it
         return factor.diagonal(dim1=0, dim2=1).movedim(-1, 0) * template
     reason = f"on an input of shape {tuple(x.shape)}, whose dimension {layout.dim} it shares"

@@ -52,14 +52,12 @@ def bilinear(
     if mode.responds(x) and not mode.spread(x):
         raise NoRule(mode.refusal(mode.name(x), function, "in the place of an activation"))
     x = mode.activation(x)
-    if axis == -1:
+    layout, back = mode.layout(x, function, weight, bias), None
+    if axis == -1 and layout.chosen is None:
         x, back = mode.front(x, function, weight, bias)
-        inner = 1
-    else:
-        layout = mode.layout(x, function, weight, bias)
-        if layout.dim or layout.outer > 1:
-            mode.check(x, function, weight, bias)
-        inner, back = layout.inner, None  # one image after the other, some for each example
+        layout = FIRST
+    elif layout.dim:
+        mode.check(x, function, weight, bias)
     if x.ndim < 2:
         raise NoExamples(mode.refusal(mode.name(weight, bias, x), function, "on an input without a dimension of units"))
 
@@ -67,7 +65,8 @@ def bilinear(
         sizes = [1] * y.ndim
         sizes[axis] = -1
         factor = factor.reshape(mode.count, *sizes[1:])
-        return factor if inner == 1 else factor.repeat_interleave(inner, 0)
+        # Rows that were chosen; or one image after the other, several of each example.
+        return factor if layout == FIRST else factor[layout.ids(mode.count, factor.device)]
 
     def result(y: Tensor) -> Tensor:
         return y if back is None else back(y)
@@ -193,3 +192,14 @@ def embedding(
         factor,
         chosen=counts and input.ndim > 1,
     )
+
+
+@rule(Tensor.__getitem__)
+def look_up(mode: Respond, function: Any, input: Tensor, index: Any) -> Any:
+    """Rows of a table by their numbers, as in ``table[distances]``; or a view."""
+    if isinstance(index, tuple) and len(index) == 1:
+        index = index[0]
+    numbers = isinstance(index, Tensor) and index.ndim > 0 and index.dtype in (torch.int64, torch.int32)
+    if not mode.responds(input) or not numbers or input.ndim != 2:
+        return move(mode, function, input, index)
+    return embedding(mode, function, index, input)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bilevel.layouts import FIRST
+from bilevel.layouts import FIRST, Layout
 from bilevel.responding import NoExamples, NoRule
 from bilevel.structure.respond import Respond, rule
 
@@ -45,9 +45,6 @@ def _moved_factor(
 ) -> list[Tensor]:
     """The numbers of the rows after a view of the weight, one tensor for each part of it."""
     numbers = torch.arange(factor[0].numel(), device=factor.device).reshape(factor.shape[1:]).expand_as(input)
-    if function is Tensor.__getitem__ and _picks_rows(args[0], factor):
-        index = args[0][0] if isinstance(args[0], tuple) else args[0]
-        return [factor.flatten(1)[:, numbers[tuple(slice(0, 1 if d else None) for d in range(input.ndim))][index]]]
     found = function(numbers, *args, **kwargs)
     results = []
     for number in [found] if isinstance(found, Tensor) else found:
@@ -59,22 +56,18 @@ def _moved_factor(
     return results
 
 
-def _picks_rows(index: Any, factor: Tensor) -> bool:
-    """Whether an index is a table of rows, as in ``bias_table[distances]``."""
-    if isinstance(index, tuple):
-        if len(index) != 1:
-            return False
-        index = index[0]
-    whole = isinstance(index, Tensor) and index.dtype in (torch.int64, torch.int32)
-    return whole and all(size == 1 for size in factor.shape[2:])
-
-
 @rule(Tensor.repeat, torch.tile, Tensor.tile)
 def repeat(mode: Respond, function: Any, input: Tensor, *sizes: Any) -> Any:
     """One copy for each example, where expanding does the same."""
     times = list(sizes[0] if isinstance(sizes[0], tuple | list) else sizes)
     times = [1] * (input.ndim - len(times)) + times
     shape = [1] * (len(times) - input.ndim) + [*input.shape]
+    if mode.count > 1 and times == [mode.count] + [1] * (input.ndim - 1):
+        # One copy after the other for the examples, (B * rows, ...).
+        value = input.expand(mode.count, *input.shape).flatten(0, 1)
+        result = mode.join(value, mode.change(input).flatten(0, 1))
+        mode.layouts.note(result, Layout(0, 1, len(input)))
+        return result
     if any(size > 1 and many > 1 for size, many in zip(shape, times, strict=True)):
         raise NoRule(mode.refusal(mode.name(input), function, "of more than single entries"))
     return move(mode, Tensor.expand, input, *[size * many for size, many in zip(shape, times, strict=True)])

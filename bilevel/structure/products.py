@@ -109,6 +109,28 @@ def bilinear_form(
     return linear(mode, F.linear, products, flat, bias)
 
 
+@rule(*(getattr(owner, name) for owner, name in ((F, "grouped_mm"), (torch, "_grouped_mm")) if name in dir(owner)))
+def experts(mode: Respond, function: Any, input: Tensor, weight: Tensor, offs: Tensor | None = None, **options: Any) -> Tensor:
+    """Each row of the input with the matrix of its expert; a row of the weight is an expert."""
+    layout = mode.layout(input, function, weight)
+    if any(value is not None for value in options.values()) or offs is None or input.ndim != 2 or weight.ndim != 3 or set(mode.terms(weight).rows) - {0}:
+        raise NoRule(mode.refusal(mode.name(weight), function, "other than a matrix for each expert"))
+    if layout.dim:
+        raise NoExamples(mode.refusal(mode.name(weight), function, "with examples in another dimension than the first"))
+    expert = torch.searchsorted(offs, torch.arange(len(input), device=offs.device), right=True)
+    expert = expert.clamp_max(len(weight) - 1)
+    examples = layout.ids(mode.count, input.device)
+    value, tangent = mode.split(input)
+    found = mode.terms(weight)
+    y = function(value, weight, offs=offs)
+    responses = [None if tangent is None else function(tangent, weight, offs=offs)]
+    for factor, template in found.terms:
+        part = y if template is weight else function(value, template, offs=offs)
+        numbers = factor.flatten(1).expand(-1, len(weight))
+        responses.append(numbers[examples, expert][:, None] * part)
+    return mode.join(y, *responses)
+
+
 @rule(*PLAIN)
 def taken_apart(mode: Respond, function: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Recurrent networks and bags of embeddings: the operations that they hide have rules."""

@@ -305,7 +305,9 @@ class Respond(TorchFunctionMode):
         layout = self.layout(x, func, *weights)
         if layout == FIRST:
             return x, lambda y: y
-        dim, outer, inner = layout
+        dim, outer, inner, chosen = layout
+        if chosen is not None:
+            raise NoExamples(self._no_examples(x, func, *weights))
         if dim >= x.ndim - own:
             reason = f"on an input of shape {tuple(x.shape)}, whose dimension {dim} counts the {self.count} examples"
             raise NoExamples(self.refusal(self.name(*weights, x), func, reason))
@@ -361,6 +363,8 @@ class Respond(TorchFunctionMode):
         change = change.reshape(self.count, *sizes).movedim(0, layout.dim).squeeze(layout.dim + 1)
         if layout.alone:
             return change
+        if layout.chosen is not None:
+            return change.index_select(layout.dim, layout.chosen.ids)
         shape = [*change.shape]
         middle = change.unsqueeze(layout.dim).unsqueeze(layout.dim + 2)
         shape[layout.dim : layout.dim + 1] = [layout.outer, self.count, layout.inner]
