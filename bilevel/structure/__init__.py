@@ -14,7 +14,8 @@ from bilevel.structure.by_rows import ByRows
 from bilevel.structure.choice import STRUCTURES, Theta, choose, make
 from bilevel.structure.dense import Dense
 from bilevel.structure.gate import Gate
-from bilevel.structure.respond import Respond, respond, rule
+from bilevel.structure.network import respond
+from bilevel.structure.respond import Respond, rule
 from bilevel.structure.rowwise import Rowwise
 
 __all__ = [

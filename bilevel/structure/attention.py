@@ -82,8 +82,8 @@ def attention(
     ):
         if mask is not None:
             scores = scores.masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    shares = scores.softmax(-1)
-    mixed = F.dropout(shares, dropout_p, training) @ v
+    shares = F.dropout(scores.softmax(-1), dropout_p, training)  # PyTorch returns them as they were used
+    mixed = shares @ v
     out = _maybe(mode, mixed.transpose(1, 2).flatten(2), out_proj_weight, out_proj_bias).transpose(0, 1)
     if not need_weights:
         return out, None

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SMALL = 2**16
 """A weight of at most so many numbers may be multiplied out for each example."""
 
-RANDOM = ("dropout", "rand", "bernoulli", "normal", "multinomial", "rrelu")
+RANDOM = ("bernoulli", "normal", "multinomial", "rrelu", "poisson")
 
 
 def by_example(mode: Respond, function: Any, args: Any, kwargs: Any, refused: NoRule) -> Any:
@@ -40,7 +40,7 @@ def by_example(mode: Respond, function: Any, args: Any, kwargs: Any, refused: No
     """  # noqa: DOC502
     name = getattr(function, "__name__", "")
     changes = name.startswith(("__i", "__set")) or (name.endswith("_") and not name.endswith("__"))
-    if changes or kwargs.get("out") is not None or any(word in name for word in RANDOM):
+    if changes or kwargs.get("out") is not None or name in RANDOM or name.startswith("rand") or "dropout" in name:
         raise refused
     leaves, spec = pytree.tree_flatten((args, kwargs))
     values: list[Tensor] = []

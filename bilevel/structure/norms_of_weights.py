@@ -73,7 +73,7 @@ def _scaled(mode: Respond, v: Tensor, g: Tensor | None, dims: Sequence[int], eps
             terms.append((lengths.factor, unit * lengths.template))
         if not terms:  # a row that grows keeps its direction
             assert own is not None
-            terms.append((torch.zeros_like(own.factor), result))
+            terms.append((0 * own.factor, result))
     else:
         sizes = size if lengths is None else g + lengths.factor * lengths.template
         if own is None:

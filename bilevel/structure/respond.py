@@ -17,19 +17,17 @@ one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from bilevel.autodiff import forward_level, primal_plus_tangent
-from bilevel.layouts import FIRST, Layout, Layouts, following
+from bilevel.layouts import FIRST, Layout, Layouts
 from bilevel.responding import NoExamples, NoRule, Rows
 from bilevel.structure.by_example import SMALL, by_example
 from bilevel.structure.origins import Origins
@@ -131,6 +129,8 @@ class Respond(TorchFunctionMode):
         return result
 
     def _ruled(self, func: Any, args: Any, kwargs: Any, name: str) -> Any:
+        if any(is_functorch_wrapped_tensor(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)):
+            raise NoExamples(self.refusal(name, func, "inside of torch.vmap or another transform of the network"))
         try:
             if func not in RULES:
                 raise NoRule(self.refusal(name, func, "which has no rule"))
@@ -388,42 +388,3 @@ class Respond(TorchFunctionMode):
             f"each example. Pass perturb='batch' to the method, leave the weight out (structure={{{name!r}: 'none'}}), "
             "or teach the library the operation with bilevel.structure.rule."
         )
-
-
-def respond(
-    predict: Callable[..., Any] | None,
-    weights: Mapping[str, Tensor],
-    rows: Mapping[str, Rows],
-    *,
-    linearized: bool,
-) -> Callable[..., Any] | None:
-    """The network whose weights respond, each example in its own way.
-
-    Args:
-        predict: The network, called as ``predict(weights, *args, **kwargs)``; or None.
-        weights: By name.
-        rows: Their responses; a weight without one stays as it is.
-        linearized: Expand predictions to first order in the response.
-
-    Returns:
-        A function of the remaining arguments; None without a network.
-    """
-    if predict is None or not rows:
-        return None if predict is None else partial(predict, weights)
-    count = len(next(iter(rows.values())).factor)
-
-    def responding(*args: Any, **kwargs: Any) -> Any:
-        with forward_level((args, kwargs)) if linearized else nullcontext():
-            mode = Respond(weights, rows, count, (args, kwargs), linearized=linearized)
-            before = following.set(mode.layouts)
-            try:
-                with mode:
-                    output = predict(weights, *args, **kwargs)
-            finally:
-                following.reset(before)
-            mode.check_output(output)
-            if linearized:
-                output = primal_plus_tangent(output)
-        return output
-
-    return responding
