@@ -96,7 +96,7 @@ def forward_level(inputs: Any = ()) -> Generator[None]:
             if "forward AD" in str(error) or "forward mode" in str(error):
                 error.add_note(
                     "The network contains an operation without forward-mode differentiation, which delta_stn "
-                    "needs. Use method='centered_stn', or replace the operation (nn.LSTM: use bilevel.nn.LSTM)."
+                    "needs. Use method='centered_stn', or replace the operation."
                 )
             raise
 

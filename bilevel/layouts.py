@@ -188,23 +188,25 @@ class Layouts:
     def _kept(self, name: str, sources: list[Tensor], flat: list[Any], y: Tensor) -> Layout | None:
         """The layout of what most operations return: entry by entry, or with other sizes behind the examples."""
         found: set[Layout | None] = set()
-        shapes = [x.shape for x in flat if isinstance(x, Tensor)]
-        broadcasts = _broadcasts(shapes, y.shape)
+        broadcasts: bool | None = None
         for x in sources:
             layout = self.of(x)
             if layout is None:
-                found.add(None)
-                continue
+                continue  # a mask perhaps, whose examples were lost
             dim = layout.dim
-            aligned = dim + y.ndim - x.ndim
-            if broadcasts:
-                found.add(layout._replace(dim=aligned))
-            elif x.shape[: dim + 1] == y.shape[: dim + 1] and (dim == 0 or x.ndim == y.ndim or name in _LONGER):
-                found.add(layout)
+            if x.shape[: dim + 1] == y.shape[: dim + 1] and (dim == 0 or x.ndim == y.ndim or name in _LONGER):
+                if x.ndim == y.ndim:
+                    found.add(layout)
+                    continue
+                kept: Layout | None = layout
             else:
-                found.add(None)
-        found -= {None} if len(found) > 1 else set()  # masks whose examples were lost
-        return found.pop() if len(found) == 1 else None
+                kept = None
+            if broadcasts is None:
+                broadcasts = _broadcasts([x.shape for x in flat if isinstance(x, Tensor)], y.shape)
+            found.add(layout._replace(dim=dim + y.ndim - x.ndim) if broadcasts else kept)
+        # Two places of the examples: the network mixes them, of which the checks tell more.
+        found -= {None} if len(found) > 1 else set()
+        return next(iter(found)) if len(found) == 1 else FIRST if FIRST in found else None
 
 
 def _tensors(value: Any) -> list[Tensor]:

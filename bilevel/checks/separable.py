@@ -26,8 +26,8 @@ def check_separable(subject: Subject, scale: float) -> None:
         scale: Of the perturbations.
 
     Raises:
-        NoExamples: If the network is the cause.
-        ValueError: If the loss is.
+        NoExamples: If the network is the cause, or a loss that is none.
+        ValueError: If a hyperparameter is.
     """
     pair = _Pair(subject, scale)
     if not pair.coupled(direct=ALL, through=True) or not subject.repeats():
@@ -37,7 +37,7 @@ def check_separable(subject: Subject, scale: float) -> None:
     if not pair.coupled(direct=ALL, through=True):
         return
     if pair.compared():
-        raise ValueError(
+        raise NoExamples(
             f"{subject.loss} compares or normalises over the examples of a batch: the derivative in what the network "
             "returns for one example changes with what it returns for others. Then no example can have a perturbation "
             "of its own. Take a loss that is a sum over examples, for instance without dividing by a sum over the "
