@@ -345,7 +345,9 @@ def _picked(count: int, layout: Layout, x: Tensor, y: Tensor, index: tuple[Any, 
     if first.dtype == torch.bool:
         rows = first.nonzero()[:, 0] if not rest else None
     else:
-        rows = first if first.ndim == 1 and all(not isinstance(part, Tensor) or part.ndim <= 1 for part in rest) else None
+        rows = (
+            first if first.ndim == 1 and all(not isinstance(part, Tensor) or part.ndim <= 1 for part in rest) else None
+        )
     return None if rows is None or len(y) != len(rows) else _chosen(0, ids[rows], count)
 
 

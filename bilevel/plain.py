@@ -18,7 +18,9 @@ Cell = Callable[[Tensor, Tensor, tuple[Tensor, ...], Tensor | None], tuple[Tenso
 Drop = Callable[[Tensor], Tensor]
 
 
-def lstm_cell(gates: Tensor, hidden: Tensor, state: tuple[Tensor, ...], projection: Tensor | None) -> tuple[Tensor, ...]:
+def lstm_cell(
+    gates: Tensor, hidden: Tensor, state: tuple[Tensor, ...], projection: Tensor | None
+) -> tuple[Tensor, ...]:
     """A step of an LSTM, perhaps with a projection of its output."""
     i, f, g, o = (gates + hidden).chunk(4, -1)
     c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
@@ -35,12 +37,16 @@ def gru_cell(gates: Tensor, hidden: Tensor, state: tuple[Tensor, ...], projectio
     return (new + z * (state[0] - new),)
 
 
-def tanh_cell(gates: Tensor, hidden: Tensor, state: tuple[Tensor, ...], projection: Tensor | None) -> tuple[Tensor, ...]:
+def tanh_cell(
+    gates: Tensor, hidden: Tensor, state: tuple[Tensor, ...], projection: Tensor | None
+) -> tuple[Tensor, ...]:
     """A step of a simple network."""
     return ((gates + hidden).tanh(),)
 
 
-def relu_cell(gates: Tensor, hidden: Tensor, state: tuple[Tensor, ...], projection: Tensor | None) -> tuple[Tensor, ...]:
+def relu_cell(
+    gates: Tensor, hidden: Tensor, state: tuple[Tensor, ...], projection: Tensor | None
+) -> tuple[Tensor, ...]:
     """A step of a simple network."""
     return ((gates + hidden).relu(),)
 

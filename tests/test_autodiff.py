@@ -194,7 +194,9 @@ def test_linearize_refuses_an_object_whose_tensors_it_cannot_reach(pack):
 def test_linearize_says_what_to_do_about_an_op_without_forward_mode():
     """The error of PyTorch names the operation, and the note says which method does without."""
     grid = torch.zeros(1, 2, 2, 2)
-    function = linearize(lambda p: nn.functional.grid_sample(p["w"], grid, align_corners=False), *[{"w": torch.ones(1, 1, 2, 2)}] * 2)
+    function = linearize(
+        lambda p: nn.functional.grid_sample(p["w"], grid, align_corners=False), *[{"w": torch.ones(1, 1, 2, 2)}] * 2
+    )
     with pytest.raises(NotImplementedError, match="grid_sampler") as raised:
         function()
     assert any("method='centered_stn'" in note for note in raised.value.__notes__)

@@ -255,7 +255,9 @@ class Lstm(Net):
         weights = [[*self.lstm._flat_weights[4 * at : 4 * at + 4], None] for at in range(6)]
         options = {"layers": 3, "bidirectional": True, "batch_first": self.batch_first}
         y = plain.run(plain.lstm_cell, x, (zeros, zeros), weights, drop=drop, **options)[0]
-        return self.last(dropout(y.select(1 if self.batch_first else 0, -1), rates["dropout.drop"], training=self.training))
+        return self.last(
+            dropout(y.select(1 if self.batch_first else 0, -1), rates["dropout.drop"], training=self.training)
+        )
 
 
 class TimeFirstLstm(Lstm):
@@ -263,7 +265,19 @@ class TimeFirstLstm(Lstm):
     batch_first = False
 
 
-NETS = [Lstm, TimeFirstLstm, Mlp, Functional, Convolutions, Alpha, Paths, TimeFirst, Scaled, Attention, TimeFirstAttention]
+NETS = [
+    Lstm,
+    TimeFirstLstm,
+    Mlp,
+    Functional,
+    Convolutions,
+    Alpha,
+    Paths,
+    TimeFirst,
+    Scaled,
+    Attention,
+    TimeFirstAttention,
+]
 nets = pytest.mark.parametrize("kind", NETS, ids=lambda kind: kind.__name__)
 
 

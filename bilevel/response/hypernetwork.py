@@ -123,7 +123,9 @@ class HypernetworkResponse(BestResponse):
         try:
             check_rows(self.problem, self.inner, loss, self.theta.names, hyper, batch, count)
             if self.linearizes and self._may_share and loss == "inner_loss":
-                check_linearized(self.problem, lambda: self.affine(hyper.expand(count, -1), linearized=True), hyper, batch)
+                check_linearized(
+                    self.problem, lambda: self.affine(hyper.expand(count, -1), linearized=True), hyper, batch
+                )
         except CannotRespond as error:
             if not self._may_share:
                 raise

@@ -37,7 +37,7 @@ def by_example(mode: Respond, function: Any, args: Any, kwargs: Any, refused: No
 
     Raises:
         NoRule: If a weight is too large, or the operation cannot be taken apart.
-    """  # noqa: DOC502
+    """
     name = getattr(function, "__name__", "")
     changes = name.startswith(("__i", "__set")) or (name.endswith("_") and not name.endswith("__"))
     if changes or kwargs.get("out") is not None or name in RANDOM or name.startswith("rand") or "dropout" in name:

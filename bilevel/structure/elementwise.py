@@ -167,14 +167,23 @@ NAMES = (
     *("exp", "log", "log1p", "expm1", "sqrt", "rsqrt", "square", "pow", "reciprocal", "abs", "sigmoid", "tanh", "relu"),
     *("softplus", "sin", "cos", "sinh", "cosh", "asinh", "atan", "erf", "clamp", "clamp_min", "clamp_max", "silu"),
     *("gelu", "elu", "selu", "celu", "leaky_relu", "hardtanh", "relu6", "logsigmoid", "exp2", "log2", "logit", "lerp"),
-    *("maximum", "minimum", "addcmul", "addcdiv", "atan2", "hypot", "logaddexp", "__rdiv__", "__rtruediv__", "__rpow__"),
+    *(
+        "maximum",
+        "minimum",
+        "addcmul",
+        "addcdiv",
+        "atan2",
+        "hypot",
+        "logaddexp",
+        "__rdiv__",
+        "__rtruediv__",
+        "__rpow__",
+    ),
     *("__pow__", "__truediv__", "__div__", "softsign", "mish", "clip", "absolute", "arctan", "positive", "xlogy"),
 )
 
 
-@rule(*{
-    getattr(owner, name) for owner in (torch, Tensor, torch.nn.functional) for name in NAMES if name in dir(owner)
-})
+@rule(*{getattr(owner, name) for owner in (torch, Tensor, torch.nn.functional) for name in NAMES if name in dir(owner)})
 def entries(mode: Respond, function: Any, *args: Any, **kwargs: Any) -> Tensor:
     """A function of entries, as in ``logit_scale.exp()``, ``gate.sigmoid() * x`` or ``x / temperature``."""
     if kwargs.get("inplace"):

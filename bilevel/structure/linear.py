@@ -11,10 +11,8 @@ from torch import Tensor
 
 from bilevel.layouts import FIRST
 from bilevel.responding import NoExamples, NoRule
-from bilevel.structure.elementwise import shift
 from bilevel.structure.moves import move
 from bilevel.structure.respond import Respond, rule
-from bilevel.structure.weights import Weight
 
 
 def bilinear(
@@ -93,7 +91,9 @@ def bilinear(
         return result(mode.join(y, *responses))
     # A weight that grows needs no product of its own: its response is W x, scaled.
     product, factor = op(value, weight, None), along(found.factor, value)
-    offset = None if bias is None else bias.reshape([-1 if dim == axis % value.ndim else 1 for dim in range(value.ndim)])
+    offset = (
+        None if bias is None else bias.reshape([-1 if dim == axis % value.ndim else 1 for dim in range(value.ndim)])
+    )
     if mode.linearized:
         y = product if offset is None else (product + offset).to(product.dtype)
         response = factor * product if shifts is None else torch.addcmul(shifts, factor, product)

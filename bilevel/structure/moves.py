@@ -40,9 +40,7 @@ def move(mode: Respond, function: Any, input: Tensor, *args: Any, **kwargs: Any)
     return moved
 
 
-def _moved_factor(
-    mode: Respond, function: Any, input: Tensor, factor: Tensor, args: Any, kwargs: Any
-) -> list[Tensor]:
+def _moved_factor(mode: Respond, function: Any, input: Tensor, factor: Tensor, args: Any, kwargs: Any) -> list[Tensor]:
     """The numbers of the rows after a view of the weight, one tensor for each part of it."""
     numbers = torch.arange(factor[0].numel(), device=factor.device).reshape(factor.shape[1:]).expand_as(input)
     found = function(numbers, *args, **kwargs)

@@ -64,9 +64,7 @@ def einsum(mode: Respond, function: Any, equation: Any, *operands: Any) -> Tenso
     return mode.join(contract(*values), *tangents, *responses)
 
 
-def _labels(
-    mode: Respond, function: Any, equation: str, operands: Any, weight: Tensor
-) -> tuple[list[str], str]:
+def _labels(mode: Respond, function: Any, equation: str, operands: Any, weight: Tensor) -> tuple[list[str], str]:
     """The letters of each operand and of the result, with letters in place of an ellipsis."""
     left, arrow, output = equation.replace(" ", "").partition("->")
     inputs = left.split(",")
@@ -81,9 +79,7 @@ def _labels(
     return full, output.replace("...", dots)
 
 
-def _example_label(
-    mode: Respond, function: Any, inputs: list[str], output: str, operands: Any, weight: Tensor
-) -> str:
+def _example_label(mode: Respond, function: Any, inputs: list[str], output: str, operands: Any, weight: Tensor) -> str:
     """The letter of the examples, which every activation must have, and the weight and no sum."""
     found = set()
     for own, x in zip(inputs, operands, strict=True):
@@ -91,7 +87,11 @@ def _example_label(
             layout = mode.layout(x, function, weight)
             found.add(own[layout.dim] if layout.alone else "")
     label = found.pop() if len(found) == 1 else ""
-    if not label or label not in output or any(label in own for own, x in zip(inputs, operands, strict=True) if x is weight):
+    if (
+        not label
+        or label not in output
+        or any(label in own for own, x in zip(inputs, operands, strict=True) if x is weight)
+    ):
         raise NoRule(mode.refusal(mode.name(weight), function, "in which the examples have no letter of their own"))
     return label
 
@@ -110,10 +110,18 @@ def bilinear_form(
 
 
 @rule(*(getattr(owner, name) for owner, name in ((F, "grouped_mm"), (torch, "_grouped_mm")) if name in dir(owner)))
-def experts(mode: Respond, function: Any, input: Tensor, weight: Tensor, offs: Tensor | None = None, **options: Any) -> Tensor:
+def experts(
+    mode: Respond, function: Any, input: Tensor, weight: Tensor, offs: Tensor | None = None, **options: Any
+) -> Tensor:
     """Each row of the input with the matrix of its expert; a row of the weight is an expert."""
     layout = mode.layout(input, function, weight)
-    if any(value is not None for value in options.values()) or offs is None or input.ndim != 2 or weight.ndim != 3 or set(mode.terms(weight).rows) - {0}:
+    if (
+        any(value is not None for value in options.values())
+        or offs is None
+        or input.ndim != 2
+        or weight.ndim != 3
+        or set(mode.terms(weight).rows) - {0}
+    ):
         raise NoRule(mode.refusal(mode.name(weight), function, "other than a matrix for each expert"))
     if layout.dim:
         raise NoExamples(mode.refusal(mode.name(weight), function, "with examples in another dimension than the first"))

@@ -129,7 +129,9 @@ class Respond(TorchFunctionMode):
         return result
 
     def _ruled(self, func: Any, args: Any, kwargs: Any, name: str) -> Any:
-        if any(is_functorch_wrapped_tensor(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)):
+        if any(
+            is_functorch_wrapped_tensor(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
+        ):
             raise NoExamples(self.refusal(name, func, "inside of torch.vmap or another transform of the network"))
         try:
             if func not in RULES:

@@ -162,7 +162,9 @@ PERMUTATIONS = {
 @pytest.mark.parametrize("kind", PERMUTATIONS)
 def test_networks_that_mix_examples_are_refused(kind, count, method):
     batch = torch.randn(count, 5), torch.randn(count, 1)
-    with pytest.raises(ValueError, match=r"(mixes the examples at the weight 'one|'two.*does not count).*perturb='batch'"):
+    with pytest.raises(
+        ValueError, match=r"(mixes the examples at the weight 'one|'two.*does not count).*perturb='batch'"
+    ):
         step(Shuffled(PERMUTATIONS[kind]), each(method), batch)
 
 

@@ -42,7 +42,11 @@ class Scales(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.inner, self.logit, self.gate = nn.Linear(4, 4), nn.Parameter(torch.tensor(0.3)), nn.Parameter(torch.randn(4))
+        self.inner, self.logit, self.gate = (
+            nn.Linear(4, 4),
+            nn.Parameter(torch.tensor(0.3)),
+            nn.Parameter(torch.randn(4)),
+        )
         self.prelu, self.one, self.rows = nn.PReLU(2), nn.PReLU(), nn.Parameter(torch.randn(3, 4))
 
     def forward(self, x):
