@@ -2,8 +2,8 @@
 
 Networks move them. GPT-2 flattens ``(B, T, features)`` to ``(B * T, features)``, Swin cuts images into windows
 ``(B * windows, ...)``, time-first networks work on ``(T, B, features)``. The shape alone does not tell: T may equal B.
-So every operation of a network is followed from its inputs on. What an operation does to the examples is known for those
-that move dimensions; all others either keep a dimension where it is or lead to an activation of unknown layout.
+So every operation of a network is followed from its inputs on. What an operation does to the examples is known for
+those that move dimensions; all others keep a dimension where it is, or lead to an activation of unknown layout.
 """
 
 from __future__ import annotations

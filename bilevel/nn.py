@@ -1,8 +1,8 @@
 """Recurrent networks from operations that every method can differentiate.
 
 ``nn.LSTM`` and ``nn.GRU`` run fused kernels, which have no forward mode on a CPU, no second derivative on a GPU, and
-hide their weights. The library takes them apart where it must. These always compute the same step by step, have the same
-parameters, and load each other's ``state_dict``.
+hide their weights. The library takes them apart where it must. These always compute the same step by step, have the
+same parameters, and load each other's ``state_dict``.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ class Call(NamedTuple):
 def spread(rate: Tensor, x: Tensor) -> Tensor:
     """One rate per example, wherever an activation has its examples.
 
-    Where weights respond for each example, the examples are followed through the network. Elsewhere all rates are equal,
-    and the shape decides.
+    Where weights respond for each example, the examples are followed through the network. Elsewhere all rates are
+    equal, and the shape decides.
 
     Args:
         rate: A scalar; or shape ``(B,)``.
@@ -45,9 +45,6 @@ def spread(rate: Tensor, x: Tensor) -> Tensor:
 
     Returns:
         The rate, so that it broadcasts to ``x``.
-
-    Raises:
-        NoExamples: If the examples are in neither.
 
     Example:
         >>> rate = torch.tensor([0.0, 1.0])

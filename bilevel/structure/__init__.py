@@ -11,6 +11,7 @@ from bilevel.structure import (  # which register their rules
     products,
 )
 from bilevel.structure.by_rows import ByRows
+from bilevel.structure.center import at_center
 from bilevel.structure.choice import STRUCTURES, Theta, choose, make
 from bilevel.structure.dense import Dense
 from bilevel.structure.gate import Gate
@@ -26,6 +27,7 @@ __all__ = [
     "Respond",
     "Rowwise",
     "Theta",
+    "at_center",
     "attention",
     "choose",
     "convolution",

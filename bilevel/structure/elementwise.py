@@ -115,7 +115,8 @@ def pointwise(mode: Respond, function: Any, *args: Any, **kwargs: Any) -> Tensor
         Its result.
 
     Raises:
-        NoRule: If a constant may be taken for an activation.
+        NoExamples: If a weight has more dimensions than the activation.
+        NoRule: If there are weights alone, and no rule by rows.
     """
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     weights = [x for x in tensors if mode.responds(x)]

@@ -100,9 +100,9 @@ class Respond(TorchFunctionMode):
         self.origins, self.layouts = Origins(inputs), Layouts(count, inputs)
         self.count, self.linearized = count, linearized
         self._responding: dict[int, Weight] = {}
-        for name, (factor, template) in rows.items():
-            sizes, weight = [*template.shape[:1], *[1] * (template.ndim - 1)], weights[name]
-            self._responding[id(weight)] = Weight(name, weight, factor.reshape(count, *sizes), template)
+        for name, change in rows.items():
+            weight = weights[name]
+            self._responding[id(weight)] = Weight(name, weight, change.spread(), change.template)
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -275,14 +275,19 @@ class Respond(TorchFunctionMode):
     def layout(self, x: Tensor, func: Any, *weights: Any) -> Layout:
         """Where the examples of an activation are.
 
+        Returns:
+            Their place.
+
         Raises:
             NoExamples: If that is unknown.
             NoRule: If it has none, because it does not come from the inputs.
         """
         layout = None if self.responds(x) else self.layouts.of(x)
-        if layout is None:
-            raise (NoExamples if self.layouts.known(x) else NoRule)(self._no_examples(x, func, *weights))
-        return layout
+        if layout is not None:
+            return layout
+        if self.layouts.known(x):
+            raise NoExamples(self._no_examples(x, func, *weights))
+        raise NoRule(self._no_examples(x, func, *weights))
 
     def _no_examples(self, x: Tensor, func: Any, *weights: Any) -> str:
         reason = f"on an input of shape {tuple(x.shape)}, whose dimension 0 does not count the {self.count} examples"
