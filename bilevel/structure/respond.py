@@ -179,26 +179,6 @@ class Respond(TorchFunctionMode):
             reason = f"which has no rule for {weight.numel():,} numbers: more than {SMALL:,} are not multiplied out"
             raise NoRule(self.refusal(self.name(weight), func, reason))
 
-    def rows(self, weight: Tensor | None, func: Any = "a rule") -> Rows | None:
-        """The response of a weight whose rows are the indices of its dimension 0.
-
-        Args:
-            weight: Perhaps one that responds.
-            func: The operation that uses it.
-
-        Returns:
-            One factor per example and row, shape ``(B, rows)``, and the template; None if it does not respond.
-
-        Raises:
-            NoRule: If its rows lie elsewhere, as after a transpose.
-        """
-        if weight is None or not self.responds(weight):
-            return None
-        name, _, factor, template, *_ = self.weight(weight)
-        if any(size > 1 for size in factor.shape[2:]):
-            raise NoRule(self.refusal(name, func, "while its rows are not in dimension 0"))
-        return Rows(factor.reshape(self.count, -1).expand(-1, *template.shape[:1] or (1,)), template)
-
     def change(self, weight: Tensor) -> Tensor:
         """The change of a weight for each example, shape ``(B, *weight.shape)``."""
         return self.terms(weight).change()
