@@ -20,6 +20,7 @@ from bilevel.linear_solvers import (
 )
 from bilevel.loop import Best, Round, Solution, TuningWarning, solve
 from bilevel.problem import Loss, Model, Problem
+from bilevel.responding import PerturbationWarning
 from bilevel.response import METHODS, STN, BestResponse, CenteredSTN, DeltaSTN, Implicit, Method, Unrolled
 from bilevel.solver import DivergenceError, NotFiniteWarning, OuterStep, Solver
 from bilevel.testing import Report, check_method
@@ -56,6 +57,7 @@ __all__ = [
     "NotFiniteWarning",
     "Nystrom",
     "OuterStep",
+    "PerturbationWarning",
     "Problem",
     "Report",
     "Round",

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import Enum
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -19,7 +19,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-PLAIN = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size, np.ndarray, np.generic)
+from bilevel.plain import PLAIN
+
+NUMBERS = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size, np.ndarray, np.generic)
 """Outputs that carry no derivative."""
 
 WRONG = (
@@ -87,16 +89,24 @@ def forward_level(inputs: Any = ()) -> Generator[None]:
     leaves = pytree.tree_leaves(inputs)
     mixed = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
     # The fused attention kernels have no forward mode; the plain one has.
-    with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH), _Mixed() if mixed else nullcontext():
+    with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH), _Plain(), _Mixed() if mixed else nullcontext():
         try:
             yield
         except (NotImplementedError, RuntimeError) as error:
             if "forward AD" in str(error) or "forward mode" in str(error):
                 error.add_note(
                     "The network contains an operation without forward-mode differentiation, which delta_stn "
-                    "needs. Use method='centered_stn', or replace the operation (nn.LSTM: use bilevel.nn.LSTM)."
+                    "needs. Use method='centered_stn', or replace the operation."
                 )
             raise
+
+
+class _Plain(TorchFunctionMode):
+    """Takes functions apart that have no forward mode but are made of operations that have it."""
+
+    @override
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return PLAIN.get(func, func)(*args, **(kwargs or {}))
 
 
 class _Mixed(TorchFunctionMode):
@@ -256,11 +266,38 @@ def _primal_plus_tangent(leaf: Tensor) -> Tensor:
 
 
 def _plain(leaf: Any) -> Any:
-    if leaf is None or isinstance(leaf, PLAIN):
+    if leaf is None or isinstance(leaf, NUMBERS):
         return leaf
-    # A tangent inside an object that is not unpacked here is lost, and with it the gradient of the response.
-    raise TypeError(
-        f"the network returned a {type(leaf).__name__}, which delta_stn cannot linearise: return its tensors (in "
-        "tuples, lists, dicts or dataclasses) and build it in the loss, switch it off (a cache of keys and values: "
-        "config.use_cache = False), or use method='centered_stn'."
-    )
+    return Opaque(leaf)
+
+
+class Opaque:
+    """In place of an object that a network returned, such as a cache of keys and values, and that no loss may use.
+
+    A tangent inside an object that is not unpacked is lost, and with it the gradient of the response.
+    """
+
+    def __init__(self, original: Any) -> None:
+        """Stand for an object."""
+        vars(self)["_kind"] = type(original).__name__
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise TypeError(
+            f"inner_loss uses a {vars(self)['_kind']} that the network returned, which delta_stn cannot linearise: "
+            "return its tensors (in tuples, lists, dicts or dataclasses) and build it in the loss, or use "
+            "method='centered_stn'."
+        )
+
+    def __getattr__(self, name: str) -> NoReturn:
+        """Refuse to be used."""
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse()
+
+    __call__ = __getitem__ = __len__ = __iter__ = __contains__ = __bool__ = __setattr__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __matmul__ = _refuse
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+        """Refuse to be used."""
+        next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, cls))._refuse()

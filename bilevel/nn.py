@@ -1,52 +1,46 @@
 """Recurrent networks from operations that every method can differentiate.
 
 ``nn.LSTM`` and ``nn.GRU`` run fused kernels, which have no forward mode on a CPU, no second derivative on a GPU, and
-hide their weights. These compute the same step by step, have the same parameters, and load each other's
-``state_dict``.
+hide their weights. The library takes them apart where it must. These always compute the same step by step, have the
+same parameters, and load each other's ``state_dict``.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from typing import Any, final
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
+from bilevel import plain
 
-class _Recurrent(nn.RNNBase, ABC):
+
+class _Recurrent(nn.RNNBase):
     """The loop over layers, directions and time."""
 
-    @abstractmethod
-    def _cell(self, gates: Tensor, hidden: Tensor, state: tuple[Tensor, ...], suffix: str) -> tuple[Tensor, ...]:
-        """The next state, hidden part first. ``gates`` come from the input, ``hidden`` from the last state."""
+    _cell: plain.Cell
 
     def _run(self, x: Tensor, states: tuple[Tensor, ...]) -> tuple[Tensor, tuple[Tensor, ...]]:
-        x = x if self.batch_first else x.transpose(0, 1)
-        ends: list[tuple[Tensor, ...]] = []
-        for layer in range(self.num_layers):
-            if layer and self.dropout:
-                x = F.dropout(x, self.dropout, self.training)
-            passes = []
-            for direction in range(2 if self.bidirectional else 1):
-                suffix = f"_l{layer}" + "_reverse" * direction
-                state = tuple(part[len(ends)] for part in states)
-                gates = F.linear(x, self._weight("weight_ih" + suffix), self._weight("bias_ih" + suffix))
-                outputs: list[Tensor] = [gates] * gates.shape[1]
-                order = range(gates.shape[1])
-                for t in reversed(order) if direction else order:
-                    hidden = F.linear(state[0], self._weight("weight_hh" + suffix), self._weight("bias_hh" + suffix))
-                    state = self._cell(gates[:, t], hidden, state, suffix)
-                    outputs[t] = state[0]
-                passes.append(torch.stack(outputs, 1))
-                ends.append(state)
-            x = torch.cat(passes, -1)
-        return x if self.batch_first else x.transpose(0, 1), tuple(map(torch.stack, zip(*ends, strict=True)))
+        def drop(y: Tensor) -> Tensor:
+            return F.dropout(y, self.dropout, self.training)
 
-    def _weight(self, name: str) -> Any:
-        return getattr(self, name, None)  # without bias there is none
+        suffixes = [f"_l{layer}{end}" for layer in range(self.num_layers) for end in self._directions]
+        parts = ("weight_ih", "weight_hh", "bias_ih", "bias_hh", "weight_hr")
+        return plain.run(
+            type(self)._cell,
+            x,
+            states,
+            [[getattr(self, part + suffix, None) for part in parts] for suffix in suffixes],  # some have no bias
+            layers=self.num_layers,
+            bidirectional=self.bidirectional,
+            batch_first=self.batch_first,
+            drop=drop if self.dropout else None,
+        )
+
+    @property
+    def _directions(self) -> tuple[str, ...]:
+        return ("", "_reverse") if self.bidirectional else ("",)
 
     def _check(self, x: Any) -> None:
         if not isinstance(x, Tensor) or x.ndim != 3:
@@ -55,7 +49,7 @@ class _Recurrent(nn.RNNBase, ABC):
 
     def _zeros(self, x: Tensor, size: int) -> Tensor:
         count = x.shape[0 if self.batch_first else 1]
-        return x.new_zeros(self.num_layers * (2 if self.bidirectional else 1), count, size)
+        return x.new_zeros(self.num_layers * len(self._directions), count, size)
 
 
 @final
@@ -70,6 +64,8 @@ class LSTM(_Recurrent):
         >>> output.shape, hidden.shape
         (torch.Size([2, 5, 4]), torch.Size([1, 2, 4]))
     """
+
+    _cell = staticmethod(plain.lstm_cell)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """As ``nn.LSTM``."""
@@ -91,13 +87,6 @@ class LSTM(_Recurrent):
             hx = self._zeros(input, self.proj_size or self.hidden_size), self._zeros(input, self.hidden_size)
         return self._run(input, hx)
 
-    @override
-    def _cell(self, gates: Tensor, hidden: Tensor, state: tuple[Tensor, ...], suffix: str) -> tuple[Tensor, ...]:
-        i, f, g, o = (gates + hidden).chunk(4, -1)
-        c = f.sigmoid() * state[1] + i.sigmoid() * g.tanh()
-        h = o.sigmoid() * c.tanh()
-        return (F.linear(h, self._weight("weight_hr" + suffix)) if self.proj_size else h), c
-
 
 @final
 class GRU(_Recurrent):
@@ -110,6 +99,8 @@ class GRU(_Recurrent):
         >>> output.shape, hidden.shape
         (torch.Size([2, 5, 4]), torch.Size([1, 2, 4]))
     """
+
+    _cell = staticmethod(plain.gru_cell)
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """As ``nn.GRU``."""
@@ -129,11 +120,3 @@ class GRU(_Recurrent):
         self._check(input)
         output, (hidden,) = self._run(input, (self._zeros(input, self.hidden_size) if hx is None else hx,))
         return output, hidden
-
-    @override
-    def _cell(self, gates: Tensor, hidden: Tensor, state: tuple[Tensor, ...], suffix: str) -> tuple[Tensor, ...]:
-        r, z, n = gates.chunk(3, -1)
-        hr, hz, hn = hidden.chunk(3, -1)
-        z = (z + hz).sigmoid()
-        new = (n + (r + hr).sigmoid() * hn).tanh()
-        return (new + z * (state[0] - new),)

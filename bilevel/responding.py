@@ -9,6 +9,30 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 
+class CannotRespond(Exception):
+    """A network cannot respond to a perturbation of its own for each example; with one for the whole batch it can."""
+
+
+class PerturbationWarning(UserWarning):
+    """All examples of a batch share one perturbation, because the network cannot give each its own.
+
+    With ``perturb=None``, the default of self-tuning networks. The warning says which weight and which operation is the
+    reason. Results are right either way; the response is learned from more noise.
+
+    Example:
+        >>> issubclass(PerturbationWarning, UserWarning)
+        True
+    """
+
+
+class NoRule(CannotRespond, NotImplementedError):
+    """An operation on a responding weight has no rule."""
+
+
+class NoExamples(CannotRespond, ValueError):
+    """A responding weight meets an activation whose examples are not where they are expected."""
+
+
 class Rows(NamedTuple):
     r"""The change of one weight, :math:`f \odot_{\text{row}} \mathbf{R}`, not multiplied out.
 

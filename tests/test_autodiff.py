@@ -182,17 +182,35 @@ class Subclass(dict):
     ],
 )
 def test_linearize_refuses_an_object_whose_tensors_it_cannot_reach(pack):
-    """Its tangents would be lost silently, and with them the gradient of the response."""
-    opaque = linearize(lambda p: pack(p["w"]), {"w": double(1.0)}, {"w": double(1.0)})
-    with pytest.raises(TypeError, match=r"returned a \w+, which delta_stn cannot linearise.*centered_stn"):
-        opaque()
+    """Its tangents would be lost silently, so that it may be returned, as caches are, but not be used."""
+    output = linearize(lambda p: (p["w"], pack(p["w"])), {"w": double(1.0)}, {"w": double(1.0)})()
+    assert output[0] == 2.0
+    opaque = output[1]["deep"][0] if isinstance(output[1], dict) else output[1]
+    for use in (lambda: opaque.y, lambda: opaque["y"], lambda: opaque + 1, lambda: torch.add(opaque, 1), opaque):
+        with pytest.raises(TypeError, match=r"uses a \w+ that the network returned.*delta_stn.*centered_stn"):
+            use()
 
 
 def test_linearize_says_what_to_do_about_an_op_without_forward_mode():
-    """nn.LSTM, whose single-precision kernel has none on a CPU, is the one that people will meet."""
-    lstm = nn.LSTM(4, 3, batch_first=True)
+    """The error of PyTorch names the operation, and the note says which method does without."""
+    grid = torch.zeros(1, 2, 2, 2)
+    function = linearize(
+        lambda p: nn.functional.grid_sample(p["w"], grid, align_corners=False), *[{"w": torch.ones(1, 1, 2, 2)}] * 2
+    )
+    with pytest.raises(NotImplementedError, match="grid_sampler") as raised:
+        function()
+    assert any("method='centered_stn'" in note for note in raised.value.__notes__)
+
+
+def test_linearize_takes_recurrent_networks_apart():
+    """Against finite differences, where the kernel of PyTorch has no forward mode."""
+    torch.manual_seed(0)
+    lstm = nn.LSTM(4, 3, 2, batch_first=True, bidirectional=True).double()
     params = {name: value.detach() for name, value in lstm.named_parameters()}
-    function = linearize(lambda p, x: functional_call(lstm, p, (x,)), params, params)
-    with pytest.raises(NotImplementedError) as raised:
-        function(torch.zeros(SEQUENCE))
-    assert any("method='centered_stn'" in note and "nn.LSTM" in note for note in raised.value.__notes__)
+    x, step = torch.randn(2, 5, 4).double(), {name: torch.randn_like(value) for name, value in params.items()}
+
+    def at(t):
+        return functional_call(lstm, {name: params[name] + t * step[name] for name in params}, (x,))[0]
+
+    found = linearize(lambda p: functional_call(lstm, p, (x,))[0], params, step)()
+    assert_equal(found, at(0.0) + (at(1e-6) - at(-1e-6)) / 2e-6, 1e-8)

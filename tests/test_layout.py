@@ -14,15 +14,15 @@ import bilevel
 ROOT = Path(bilevel.__file__).parent
 # A part may import from the parts before its own. One folder is one part.
 ORDER = [
-    {"interrupts", "responding", "tape"},
+    {"batches", "interrupts", "plain", "responding", "tape"},
     {
         "arguments",
         "autodiff",
-        "batches",
         "checkpoint",
         "events",
         "functional",
         "hyper",
+        "layouts",
         "nn",
         "optimizers",
         "precision",

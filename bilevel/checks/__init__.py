@@ -14,13 +14,14 @@ file               what it refuses
 from bilevel.checks.dependence import check_continuous, check_dependence
 from bilevel.checks.kinds import Kinds, isolated, repeatable
 from bilevel.checks.outputs import check_outputs
-from bilevel.checks.rows import check_rows
+from bilevel.checks.rows import check_linearized, check_rows
 from bilevel.checks.smooth import check_smooth
 
 __all__ = [
     "Kinds",
     "check_continuous",
     "check_dependence",
+    "check_linearized",
     "check_outputs",
     "check_rows",
     "check_smooth",

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bilevel.checks.subject import REMEDY, Subject, Unevaluable, gradients, read
-from bilevel.responding import Rows
+from bilevel.responding import NoExamples, Rows
 
 
 def check_sight(subject: Subject, shift: Tensor) -> None:
@@ -17,14 +17,14 @@ def check_sight(subject: Subject, shift: Tensor) -> None:
         shift: A perturbation, shape ``(h,)``.
 
     Raises:
-        ValueError: If there is such a weight.
+        NoExamples: If there is such a weight.
     """
     if _lost(subject, shift, training=None) is None:
         return
     # Dropout inside a fused operation may draw other numbers than the rule for it does. In eval mode it draws none.
     name = _lost(subject, shift, training=False)
     if name is not None and subject.repeats():
-        raise ValueError(
+        raise NoExamples(
             f"{subject.loss} uses the weight {name!r} where the library cannot see it, so that its response to a "
             "perturbation of its own for each example is lost. That happens in torch.jit.script, in a "
             "torch.autograd.Function, in compiled extensions, and in operations with a rule that does not fit. Use "

@@ -19,7 +19,7 @@ statistics over the examples are held fixed meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -27,11 +27,12 @@ import torch
 from torch import Tensor
 
 from bilevel.checks.alike import check_shapes, check_sight
-from bilevel.checks.kinds import repeatable
+from bilevel.checks.kinds import isolated, repeatable
 from bilevel.checks.separable import check_separable
 from bilevel.checks.subject import RandomResponse, Subject, Unevaluable
 from bilevel.precision import HALF
-from bilevel.problem import Problem, Variables
+from bilevel.problem import Model, Problem, Variables
+from bilevel.responding import CannotRespond
 
 SCALE = 1.0
 """Of the perturbations, whatever that of the method is: what they would spoil must be larger than rounding."""
@@ -62,6 +63,29 @@ def check_rows(
         with suppress(Unevaluable), repeatable(hyper.device):
             theta = RandomResponse(inner.params(), names, hyper, wide=wide)
             _check(Subject(problem, inner, loss, theta, hyper, batch, count, wide=wide))
+            return
+
+
+def check_linearized(problem: Problem, make: Callable[[], Model], hyper: Tensor, batch: Any) -> None:
+    """Refuse a network that can respond for each example, but not in forward mode.
+
+    Args:
+        problem: The problem.
+        make: The linearised model.
+        hyper: Unconstrained, shape ``(h,)``.
+        batch: For the inner loss.
+
+    Raises:
+        CannotRespond: If it cannot. All other errors are left to the step itself.
+    """
+    with repeatable(hyper.device):
+        try:
+            count = problem.examples(batch)
+            rows = hyper if count is None else hyper.expand(count, -1)
+            problem.inner_loss(make(), rows, isolated(batch))
+        except CannotRespond:
+            raise
+        except Exception:
             return
 
 

@@ -15,7 +15,7 @@ from bilevel.autodiff import map_tensors
 from bilevel.checks.statistics import FixedStatistics
 from bilevel.checks.subject import REMEDY, Subject, Unevaluable, gradients, read
 from bilevel.problem import Model
-from bilevel.responding import Rows
+from bilevel.responding import NoExamples, Rows
 
 
 def check_separable(subject: Subject, scale: float) -> None:
@@ -26,7 +26,8 @@ def check_separable(subject: Subject, scale: float) -> None:
         scale: Of the perturbations.
 
     Raises:
-        ValueError: If it is none.
+        NoExamples: If the network is the cause, or a loss that is none.
+        ValueError: If a hyperparameter is.
     """
     pair = _Pair(subject, scale)
     if not pair.coupled(direct=ALL, through=True) or not subject.repeats():
@@ -36,7 +37,7 @@ def check_separable(subject: Subject, scale: float) -> None:
     if not pair.coupled(direct=ALL, through=True):
         return
     if pair.compared():
-        raise ValueError(
+        raise NoExamples(
             f"{subject.loss} compares or normalises over the examples of a batch: the derivative in what the network "
             "returns for one example changes with what it returns for others. Then no example can have a perturbation "
             "of its own. Take a loss that is a sum over examples, for instance without dividing by a sum over the "
@@ -44,7 +45,7 @@ def check_separable(subject: Subject, scale: float) -> None:
         )
     culprit = pair.mixing_weight()
     if culprit is not None:
-        raise ValueError(
+        raise NoExamples(
             f"the network mixes the examples at the weight {culprit!r}: its response to the perturbation of one "
             "example reaches the predictions for others. Either dimension 0 of what meets that weight does not count "
             f"the {subject.count} examples, although it is as long, or the network moves or mixes them. Put the "

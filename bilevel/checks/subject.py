@@ -19,7 +19,7 @@ from bilevel.checks.kinds import isolated, repeatable
 from bilevel.checks.statistics import FixedStatistics
 from bilevel.precision import HALF, has_half_precision, in_full_precision
 from bilevel.problem import Model, Problem, Variables
-from bilevel.responding import Responding, Rows
+from bilevel.responding import CannotRespond, Responding, Rows
 from bilevel.rng import Stream
 from bilevel.structure import respond
 
@@ -121,6 +121,7 @@ class Subject:
             A scalar.
 
         Raises:
+            CannotRespond: If the network cannot respond to a perturbation of its own for each example.
             Unevaluable: If the user's loss raises.
         """
         with repeatable(self.hyper.device):
@@ -129,6 +130,8 @@ class Subject:
             try:
                 batch = pytree.tree_map(self._widen, isolated(self.batch))
                 loss = self.problem.evaluate(self.loss, model, hyper, batch, training=training).value
+            except CannotRespond:
+                raise
             except Exception as error:
                 raise Unevaluable from error
             states = Stream.current(self.hyper.device).state_dict()

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from bilevel.dropouts.attention import attend, multi_head_attention
 from bilevel.functional.noise import alpha_drop, drop
+from bilevel.layouts import FIRST, Layout, following
+from bilevel.plain import CELLS, is_packed, recurrent
+from bilevel.responding import NoExamples
 
 
 class Call(NamedTuple):
@@ -33,6 +36,9 @@ class Call(NamedTuple):
 def spread(rate: Tensor, x: Tensor) -> Tensor:
     """One rate per example, wherever an activation has its examples.
 
+    Where weights respond for each example, the examples are followed through the network. Elsewhere all rates are
+    equal, and the shape decides.
+
     Args:
         rate: A scalar; or shape ``(B,)``.
         x: Has the examples in dimension 0, alone or followed by something else, ``(B * T, ...)``; or in dimension 1.
@@ -40,29 +46,50 @@ def spread(rate: Tensor, x: Tensor) -> Tensor:
     Returns:
         The rate, so that it broadcasts to ``x``.
 
-    Raises:
-        ValueError: If the examples are in neither.
-
     Example:
         >>> rate = torch.tensor([0.0, 1.0])
         >>> spread(rate, torch.ones(4, 1)).flatten(), spread(rate, torch.ones(3, 2)).shape
         (tensor([0., 0., 1., 1.]), torch.Size([1, 2]))
     """
-    count = len(rate) if rate.ndim else 0
-    ones = [1] * (x.ndim - 1)
-    if not count:
+    if not rate.ndim:
         return rate
-    if x.shape[:1] == (count,):
-        return rate.reshape(-1, *ones)
-    if x.shape[1:2] == (count,):
-        return rate.reshape(1, -1, *ones[1:])
-    if x.ndim and len(x) % count == 0:
-        return rate.repeat_interleave(len(x) // count).reshape(-1, *ones)
-    raise ValueError(
-        f"dropout of a tensor of shape {tuple(x.shape)}, where neither of the first two dimensions counts the {count} "
-        "examples: its rate cannot differ from example to example. Tune one rate for the batch, with "
-        "bilevel.dropout_rates(net, shared=True); or pass perturb='batch' to the method."
-    )
+    layout = layout_of(x, len(rate))
+    sizes = [1] * x.ndim
+    sizes[layout.dim] = -1
+    rate = rate if layout.alone else rate[layout.ids(len(rate), rate.device)]
+    return rate.reshape(sizes)
+
+
+def layout_of(x: Tensor, count: int) -> Layout:
+    """Where the examples of an activation are that is dropped.
+
+    Args:
+        x: The activation.
+        count: The number of examples.
+
+    Returns:
+        Their place.
+
+    Raises:
+        NoExamples: If it has none.
+    """
+    layouts = following.get()
+    layout = None
+    if layouts is not None:
+        layout = layouts.of(x) if layouts.known(x) else None
+    elif x.shape[:1] == (count,):
+        layout = FIRST
+    elif x.shape[1:2] == (count,):
+        layout = Layout(1)
+    elif x.ndim and len(x) % count == 0:
+        layout = Layout(0, 1, len(x) // count)
+    if layout is None:
+        raise NoExamples(
+            f"dropout of a tensor of shape {tuple(x.shape)}, in which the {count} examples are not to be found: its "
+            "rate cannot differ from example to example. Tune one rate for the batch, with "
+            "bilevel.dropout_rates(net, shared=True); or pass perturb='batch' to the method."
+        )
+    return layout
 
 
 def _plain(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Call:
@@ -85,7 +112,7 @@ def _alpha_features(input: Tensor, p: float = 0.5, training: bool = False, inpla
 
 def _run(function: Any, x: Tensor, shared_dims: Sequence[int], inplace: bool, rate: Tensor) -> Tensor:
     if len(shared_dims) == x.ndim - 1 and x.ndim > 1 and rate.ndim and x.shape[:1] != rate.shape:
-        raise ValueError(
+        raise NoExamples(
             f"dropout of the channels of one example, of shape {tuple(x.shape)}, in a batch of {len(rate)}: its rate "
             "cannot differ from example to example. Use bilevel.dropout_rates(net, shared=True)."
         )
@@ -102,6 +129,12 @@ def _multi_head(*args: Any, **kwargs: Any) -> Call:
     rate = args[10] if len(args) > 10 else kwargs["dropout_p"]
     training = args[13] if len(args) > 13 else kwargs.get("training", True)
     return Call(rate, training, False, lambda rate: multi_head_attention(partial(_drop, rate), *args, **kwargs))
+
+
+def _recurrent(function: Any, *args: Any) -> Call:
+    """The dropout between layers; PyTorch has none behind the last."""
+    _, layers, rate, train, *_ = args[4 if is_packed(args) else 3 :]
+    return Call(rate, train and layers > 1, False, lambda new: recurrent(function, *args, drop=partial(_drop, new)))
 
 
 def _drop(rate: Tensor, shares: Tensor) -> Tensor:
@@ -125,5 +158,6 @@ CALLS: dict[Any, Callable[..., Call]] = {
     torch.feature_alpha_dropout_: lambda input, p, train: _alpha_features(input, p, train, True),
     F.scaled_dot_product_attention: _scaled_dot_product,
     F.multi_head_attention_forward: _multi_head,
+    **{function: partial(_recurrent, function) for function in CELLS},
 }
 """How to read the arguments of each function."""

@@ -10,11 +10,12 @@ from typing import Any, final
 
 from torch import Tensor, nn
 
-from bilevel.dropouts.calls import Call
+from bilevel.dropouts.calls import Call, layout_of
 from bilevel.dropouts.places import Place, Visits, module_names
 from bilevel.dropouts.rates import DropoutRate
 from bilevel.dropouts.rules import Rule, rule_of
 from bilevel.hyper import Hyper, Named, suggest
+from bilevel.responding import NoExamples
 
 
 @final
@@ -29,7 +30,9 @@ class Dropouts:
         """
         self._hyper: dict[Place, str] = {}
         self._values: Named | None = None
-        self._warns = False
+        self._warns = True
+        self._scanned = True
+        self._left: set[Place] = set()
         rates = {name: entry for name, entry in hyper.items() if isinstance(entry, DropoutRate)}
         parts = {} if module is None else dict(module.named_modules())
         for name, rate in rates.items():
@@ -45,7 +48,8 @@ class Dropouts:
                         f"{place.module!r}: leave one out."
                     )
                 self._hyper[place] = name
-            self._warns |= not rate.scanned
+            self._scanned &= rate.scanned
+            self._left |= {*rate.left}
         self._names = module_names(module) if module is not None and rates else {}
         self._ruled: list[tuple[nn.Module, Rule, str]] = []
         for place, name in self._hyper.items():
@@ -84,11 +88,12 @@ class Dropouts:
         assert self._values is not None
         if place in self._hyper:
             return call.run(self._values[self._hyper[place]])
-        if self._warns and place.call is not None and call.rate > 0:
+        if self._warns and place not in self._left and call.rate > 0:
             self._warns = False
+            remedy = "one that the network drops in as in training" if self._scanned else "to find such calls"
             warnings.warn(
-                f"the forward of {place.module or 'the network'!r} calls dropout as a function, with a rate of "
-                f"{call.rate:g} that is not tuned: pass a sample to bilevel.dropout_rates, to find such calls.",
+                f"{place.module or 'the network'!r} drops with a rate of {call.rate:g} that is not tuned, in a call "
+                f"of a function that was not found: pass a sample to bilevel.dropout_rates, {remedy}.",
                 stacklevel=2,
             )
         return NotImplemented
@@ -100,8 +105,15 @@ class Dropouts:
         assert self._values is not None
         rate = self._values[name]
         x = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.ndim), None)
-        if rate.ndim and x is not None and len(x) != len(rate) and len(x) % len(rate) == 0:
-            rate = rate.repeat_interleave(len(x) // len(rate))  # examples are flattened with something else
+        if rate.ndim and x is not None:
+            layout = layout_of(x, len(rate))
+            if layout.dim:
+                raise NoExamples(
+                    f"the layer {name!r} drops from a tensor of shape {tuple(x.shape)}, whose dimension {layout.dim} "
+                    "counts the examples: its rule expects them first. Use bilevel.dropout_rates(net, shared=True)."
+                )
+            if not layout.alone:  # examples are flattened with something else
+                rate = rate[layout.ids(len(rate), rate.device)]
         return rule.forward(module, rate, *args, **kwargs)
 
 

@@ -103,7 +103,7 @@ class Visits(TorchFunctionMode):
 
 def is_layer(module: nn.Module) -> bool:
     """Whether a module has one rate for all that it drops."""
-    return isinstance(module, _DropoutNd | nn.MultiheadAttention) or rule_of(module) is not None
+    return isinstance(module, _DropoutNd | nn.MultiheadAttention | nn.RNNBase) or rule_of(module) is not None
 
 
 def module_names(net: nn.Module) -> dict[int, str]:
@@ -118,12 +118,13 @@ def layers(net: nn.Module) -> list[Found]:
         net: Any network.
 
     Returns:
-        Dropout layers, also those with a rate of zero; attention with another rate; layers with a rule.
+        Dropout layers, also those with a rate of zero; attention and recurrent networks with another rate; layers with
+        a rule.
     """
     found = []
     for name, module in net.named_modules():
         rate = _rate_of(module)
-        if rate is not None and (rate > 0 or not isinstance(module, nn.MultiheadAttention)):
+        if rate is not None and (rate > 0 or not isinstance(module, nn.MultiheadAttention | nn.RNNBase)):
             found.append(Found(name, Place(name, None), rate))
     return found
 
@@ -137,6 +138,8 @@ def _rate_of(module: nn.Module) -> float | None:
     if isinstance(module, nn.MultiheadAttention):
         plain = module.bias_k is None and module.bias_v is None and not module.add_zero_attn
         return float(module.dropout) if plain else None
+    if isinstance(module, nn.RNNBase):
+        return float(module.dropout) if module.num_layers > 1 else None
     return None
 
 

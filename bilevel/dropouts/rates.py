@@ -23,10 +23,12 @@ class DropoutRate(Hyper):
     Attributes:
         places: Where the network drops with this rate.
         scanned: Whether calls of functions were looked for, beside layers.
+        left: Where the network drops with its own rate, because no group has it.
     """
 
     places: tuple[Place, ...] = ()
     scanned: bool = False
+    left: tuple[Place, ...] = ()
 
 
 def dropout_rates(
@@ -51,8 +53,9 @@ def dropout_rates(
     is: ``encoder.dropout``, then ``encoder.dropout_1``.
 
     A rate starts at its present value. A dropout layer with a rate of zero starts at ``zero``, because from zero no
-    rate can move; attention with a rate of zero is left alone. The dropout between the layers of ``nn.LSTM`` and
-    ``nn.GRU`` is hidden in one kernel: use ``bilevel.nn``, and pass a ``sample``.
+    rate can move; attention and recurrent networks with a rate of zero are left alone. The dropout between the layers
+    of ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` has one rate for each network. They run step by step then, because their
+    kernels take no tensor for a rate.
 
     Args:
         net: The network.
@@ -126,11 +129,15 @@ def rates_of(
                 "or raise high (at most 1)."
             )
     hyper: dict[str, Hyper] = {}
-    for name, members in _grouped(found, groups, prefix).items():
+    grouped = _grouped(found, groups, prefix)
+    taken = {member.place for members in grouped.values() for member in members}
+    left = tuple(place.place for place in found if place.place not in taken)
+    for name, members in grouped.items():
         start = sum(member.rate or zero for member in members) / len(members)
         plain = interval(0.0, high, init=start, shared=shared)
         values = {field.name: getattr(plain, field.name) for field in fields(plain)}
-        hyper[name] = DropoutRate(**values, places=tuple(member.place for member in members), scanned=scanned)
+        places = tuple(member.place for member in members)
+        hyper[name] = DropoutRate(**values, places=places, scanned=scanned, left=left)
     return hyper
 
 

@@ -35,4 +35,6 @@ class _ExactWeightNorm(TorchFunctionMode):
 
 
 def _weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+    if dim == -1:  # one length for all; norm_except_dim has no forward mode then
+        return v * (g / v.square().sum().sqrt())
     return v * (g / torch.norm_except_dim(v, 2, dim))

@@ -72,16 +72,30 @@ class CenteredResponse(HypernetworkResponse):
     def __init__(self, problem: Problem, settings: Centered) -> None:
         """Start with no response to the hyperparameters."""
         super().__init__(problem, settings)
-        two_factors = self.per_example and isinstance(self.theta, Theta) and self.theta.rowwise is not None
-        if settings.control and two_factors:
+        self._settings = settings
+        if settings.control and self._two_factors:
             raise ValueError(
                 f"{type(settings).__name__}: control=True does not go with structure='rowwise' where each example has "
                 "a perturbation of its own: take antithetic=True, structure='gate' or perturb='batch'."
             )
+        self._decide()
+
+    @property
+    def _two_factors(self) -> bool:
+        return self.per_example and isinstance(self.theta, Theta) and self.theta.rowwise is not None
+
+    def _decide(self) -> None:
+        settings, two_factors = self._settings, self._two_factors
         undecided = settings.antithetic is None and settings.control is None
         self.antithetic = two_factors if undecided else bool(settings.antithetic)
         self.subtracts = not (self.antithetic or two_factors) if settings.control is None else settings.control
         self.antithetic_outer = self.scale.perturb_outer and (self.antithetic or self.subtracts)
+
+    @override
+    def share(self, reason: str) -> None:
+        """One perturbation for all examples, and the noise removed as is right for that."""
+        super().share(reason)
+        self._decide()
 
     @abstractmethod
     def perturbed(self, noise: Tensor) -> Model:

@@ -27,7 +27,7 @@ class DeltaSTN(Centered):
     r"""Δ-STN: :math:`w_0 + \Theta (\lambda - \lambda_0)`, with :math:`\Theta` trained on linearised predictions.
 
     The method of choice for regularization of a network during one training run. The network must support forward-mode
-    differentiation (``nn.LSTM`` does not).
+    differentiation.
 
     Its settings ``scale``, ``entropy``, ``perturb_outer``, ``structure``, ``perturb`` and ``max_gigabytes`` are those
     of :class:`bilevel.response.hypernetwork.Hypernetwork`; ``antithetic`` and ``control`` are those of

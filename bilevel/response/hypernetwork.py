@@ -3,6 +3,7 @@ r"""What the three self-tuning networks share: an affine response :math:`w_0 + \
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -12,10 +13,10 @@ from typing_extensions import override
 
 from bilevel.autodiff import linearize
 from bilevel.batches import describe
-from bilevel.checks import check_outputs, check_rows
+from bilevel.checks import check_linearized, check_outputs, check_rows
 from bilevel.hyper import Scale
 from bilevel.problem import Model, Problem
-from bilevel.responding import Responding
+from bilevel.responding import CannotRespond, PerturbationWarning, Responding
 from bilevel.response.base import BestResponse, Method
 from bilevel.structure import Theta, choose, make, respond
 
@@ -38,7 +39,8 @@ class Hypernetwork(Method):
         perturb: ``"example"`` draws a perturbation for each example of a batch. Hyperparameters then reach the inner
             loss with shape ``(B, *shape)``, and the weights must respond by rows or not at all. ``"batch"`` draws one
             for all, and works for any network and loss. None is ``"example"`` where the weights allow
-            it and there is a batch.
+            it and there is a batch; where the network cannot respond so, it is ``"batch"`` from the first batch on
+            that shows it, with a warning that says why.
         max_gigabytes: Refuse a response that takes more memory.
     """
 
@@ -90,6 +92,7 @@ class HypernetworkResponse(BestResponse):
         self.theta = make(problem.params, kinds, hyper.numel(), max_gigabytes=settings.max_gigabytes)
         self.per_example = _per_example(problem, kinds, settings.perturb)
         self._must_count = settings.perturb == "example"
+        self._may_share = settings.perturb is None
         learned = settings.entropy is not None
         self.scale = Scale(
             hyper.numel(),
@@ -115,8 +118,34 @@ class HypernetworkResponse(BestResponse):
 
     def _check_rows(self, loss: str, hyper: Tensor, batch: Any) -> None:
         count = self._examples(batch)
-        if count is not None and isinstance(self.theta, Theta):
+        if count is None or not isinstance(self.theta, Theta):
+            return
+        try:
             check_rows(self.problem, self.inner, loss, self.theta.names, hyper, batch, count)
+            if self.linearizes and self._may_share and loss == "inner_loss":
+                check_linearized(
+                    self.problem, lambda: self.affine(hyper.expand(count, -1), linearized=True), hyper, batch
+                )
+        except CannotRespond as error:
+            if not self._may_share:
+                raise
+            self.share(str(error))
+
+    def share(self, reason: str) -> None:
+        """Let all examples of a batch share one perturbation from now on, and say so.
+
+        Args:
+            reason: Why they cannot have one each.
+        """
+        self.per_example = False
+        warnings.warn(
+            "all examples of a batch share one perturbation (perturb='batch'), because this network cannot give each "
+            f"its own: {reason} With one for all, hyper[...] has its own shape in the losses, and the response is "
+            "learned from more noise. Pass perturb='batch' to the method if that is meant; perturb='example' makes "
+            "this an error.",
+            PerturbationWarning,
+            stacklevel=2,
+        )
 
     def perturbation(self, batch: Any) -> Tensor:
         r"""Draw :math:`\epsilon \sim p(\epsilon | \sigma)`; the inner level does not train :math:`\sigma`.

@@ -1,12 +1,22 @@
 """How the weights respond to the hyperparameters."""
 
-from bilevel.structure import attention, convolution, elementwise, linear, moves, norms  # which register their rules
+from bilevel.structure import (  # which register their rules
+    attention,
+    convolution,
+    elementwise,
+    linear,
+    moves,
+    norms,
+    norms_of_weights,
+    products,
+)
 from bilevel.structure.by_rows import ByRows
 from bilevel.structure.center import at_center
 from bilevel.structure.choice import STRUCTURES, Theta, choose, make
 from bilevel.structure.dense import Dense
 from bilevel.structure.gate import Gate
-from bilevel.structure.respond import Respond, respond, rule
+from bilevel.structure.network import respond
+from bilevel.structure.respond import Respond, rule
 from bilevel.structure.rowwise import Rowwise
 
 __all__ = [
@@ -26,6 +36,8 @@ __all__ = [
     "make",
     "moves",
     "norms",
+    "norms_of_weights",
+    "products",
     "respond",
     "rule",
 ]

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bilevel.layouts import Layout
+from bilevel.responding import NoExamples, NoRule
 from bilevel.structure.linear import linear
 from bilevel.structure.moves import move
 from bilevel.structure.respond import Respond, rule
@@ -49,12 +51,14 @@ def attention(
     name = mode.name(*given)
     if bias_k is not None or bias_v is not None or add_zero_attn or static_k is not None or static_v is not None:
         reason = "with bias_k, bias_v, add_zero_attn, static_k or static_v"
-        raise NotImplementedError(mode.refusal(name, function, reason))
+        raise NoRule(mode.refusal(name, function, reason))
     if query.ndim != 3:
-        raise ValueError(mode.refusal(name, function, "on an input without a dimension of examples"))
+        raise NoExamples(mode.refusal(name, function, "on an input without a dimension of examples"))
 
     def first(x: Tensor) -> Tensor:
         """The rules expect examples first."""
+        if mode.layouts.known(x) and mode.layouts.of(x) != Layout(1):
+            raise NoExamples(mode.refusal(name, function, f"on {tuple(x.shape)}, whose dimension 1 counts no examples"))
         x = move(mode, torch.transpose, x, 0, 1) if mode.responds(x) else x.transpose(0, 1)
         return mode.check(x, function, *given)
 
@@ -78,8 +82,8 @@ def attention(
     ):
         if mask is not None:
             scores = scores.masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    shares = scores.softmax(-1)
-    mixed = F.dropout(shares, dropout_p, training) @ v
+    shares = F.dropout(scores.softmax(-1), dropout_p, training)  # PyTorch returns them as they were used
+    mixed = shares @ v
     out = _maybe(mode, mixed.transpose(1, 2).flatten(2), out_proj_weight, out_proj_bias).transpose(0, 1)
     if not need_weights:
         return out, None
@@ -100,10 +104,10 @@ def attend(
     """A weight is added to the scores, such as a bias for each distance; then each example has scores of its own."""
     inputs = [mode.check(x, function, query, key, value, attn_mask) for x in (query, key, value)]
     if attn_mask is not None and mode.responds(attn_mask):
-        name, _, factor, template, _ = mode.weight(attn_mask)
+        name, _, factor, template, *_ = mode.weight(attn_mask)
         aligned = attn_mask.ndim == query.ndim
         if aligned and not mode.spread(attn_mask):
-            raise ValueError(mode.refusal(name, function, "whose examples it shares"))
+            raise NoExamples(mode.refusal(name, function, "whose examples it shares"))
         change = factor[:, 0] * template[0] if aligned else factor * template
         change = change.reshape(mode.count, *[1] * (query.ndim - change.ndim), *change.shape[1:])
         attn_mask = mode.join(attn_mask.expand(change.shape).clone(), change)

@@ -7,6 +7,7 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from bilevel.responding import NoExamples
 from bilevel.structure.linear import bilinear
 from bilevel.structure.respond import Respond, rule
 
@@ -35,7 +36,7 @@ def _convolve(
         return y
 
     if x.ndim != weight.ndim:
-        raise ValueError(mode.refusal(mode.name(weight, bias), function, "on an input without a dimension of examples"))
+        raise NoExamples(mode.refusal(mode.name(weight, bias), function, "on an input without a dimension of examples"))
     groups = kwargs.get("groups", args[3] if len(args) > 3 else 1)
     if groups > 1:  # dimension 1 counts the channels of one group
         rows = {side: dim for side, dim in rows.items() if dim == 0}

@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bilevel.structure.elementwise import shift
+from bilevel.layouts import FIRST
+from bilevel.responding import NoExamples, NoRule
+from bilevel.structure.moves import move
 from bilevel.structure.respond import Respond, rule
 
 
@@ -42,23 +44,36 @@ def bilinear(
         Its output.
 
     Raises:
-        NotImplementedError: If the rows lie elsewhere in the weight.
-        ValueError: If the input has no dimension of examples.
+        NoRule: If the rows lie elsewhere in the weight.
+        NoExamples: If the input has no dimension of examples.
     """
-    x = mode.check(x, function, weight, bias)
+    if mode.responds(x) and not mode.spread(x):
+        raise NoRule(mode.refusal(mode.name(x), function, "in the place of an activation"))
+    x = mode.activation(x)
+    layout, back = mode.layout(x, function, weight, bias), None
+    if axis == -1 and layout.chosen is None:
+        x, back = mode.front(x, function, weight, bias)
+        layout = FIRST
+    elif layout.dim:
+        mode.check(x, function, weight, bias)
     if x.ndim < 2:
-        raise ValueError(mode.refusal(mode.name(weight, bias, x), function, "on an input without a dimension of units"))
+        raise NoExamples(mode.refusal(mode.name(weight, bias, x), function, "on an input without a dimension of units"))
 
     def along(factor: Tensor, y: Tensor) -> Tensor:
         sizes = [1] * y.ndim
         sizes[axis] = -1
-        return factor.reshape(mode.count, *sizes[1:])
+        factor = factor.reshape(mode.count, *sizes[1:])
+        # Rows that were chosen; or one image after the other, several of each example.
+        return factor if layout == FIRST else factor[layout.ids(mode.count, factor.device)]
 
-    found = mode.weight(weight) if mode.responds(weight) else None
-    rows = [] if found is None else [dim for dim, size in enumerate(found.factor.shape[1:]) if size > 1]
+    def result(y: Tensor) -> Tensor:
+        return y if back is None else back(y)
+
+    found = mode.terms(weight) if mode.responds(weight) else None
+    rows = [] if found is None else found.rows
     if rows not in ([], [out], [into]):
         reason = f"with its rows in dimensions {rows} of {tuple(weight.shape)}"
-        raise NotImplementedError(mode.refusal(mode.name(weight), function, reason))
+        raise NoRule(mode.refusal(mode.name(weight), function, reason))
     value, tangent = mode.split(x)
     if found is not None and found.grows and rows == [into]:
         # Input units that grow are inputs that grow; the weight then responds no more.
@@ -74,31 +89,30 @@ def bilinear(
     if found is None or not found.grows:
         y = op(value, weight, bias)
         responses = [shifted(None if tangent is None else op(tangent, weight, None))]
-        if found is not None and rows == [into]:
-            responses.append(op(value * along(found.factor, value), found.template, None))
-        elif found is not None:
-            responses.append(along(found.factor, y) * op(value, found.template, None))
-        return mode.join(y, *responses)
+        for factor, template in () if found is None else found.terms:
+            if rows == [into]:
+                responses.append(op(value * along(factor, value), template, None))
+            else:
+                responses.append(along(factor, y) * op(value, template, None))
+        return result(mode.join(y, *responses))
     # A weight that grows needs no product of its own: its response is W x, scaled.
     factor = along(found.factor, value)
-    offset = None if bias is None else along(bias.expand(mode.count, -1), value)
+    sizes = [-1 if dim == axis % value.ndim else 1 for dim in range(value.ndim)]
+    offset = None if bias is None else bias.reshape(sizes)
     if mode.linearized:
         # In an order that has few tensors of the size of the output alive at once.
         response = shifted(None if tangent is None else op(tangent, weight, None))
         product = op(value, weight, None)
         response = factor * product if response is None else torch.addcmul(response, factor, product)
-        return mode.join(product if offset is None else (product + offset).to(product.dtype), response)
+        return result(mode.join(product if offset is None else (product + offset).to(product.dtype), response))
     product, offset = op(value, weight, None), shifted(offset)
     y = (1 + factor) * product if offset is None else torch.addcmul(offset, 1 + factor, product)
-    return y.to(product.dtype)  # which is that of autocast where it is on
+    return result(y.to(product.dtype))  # which is that of autocast where it is on
 
 
 @rule(F.linear)
 def linear(mode: Respond, function: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """A row is an output unit."""
-    whole = mode.unflatten(input)
-    if whole is not None:
-        return linear(mode, function, whole, weight, bias).flatten(0, 1)
     return bilinear(mode, function, F.linear, input, weight, bias, axis=-1, out=0, into=1)
 
 
@@ -107,10 +121,7 @@ def product(mode: Respond, function: Any, input: Tensor, other: Tensor) -> Tenso
     """A matrix on the right: a row is an input unit, and the input is scaled."""
     if other.ndim != 2 or not mode.responds(other):
         name = mode.name(input, other)
-        raise NotImplementedError(mode.refusal(name, function, "as other than a matrix on the right"))
-    whole = mode.unflatten(input)
-    if whole is not None:
-        return product(mode, function, whole, other).flatten(0, 1)
+        raise NoRule(mode.refusal(name, function, "as other than a matrix on the right"))
 
     def op(x: Tensor, w: Tensor, b: None) -> Tensor:
         return x @ w
@@ -119,17 +130,22 @@ def product(mode: Respond, function: Any, input: Tensor, other: Tensor) -> Tenso
 
 
 @rule(torch.addmm, Tensor.addmm)
-def product_and_shift(mode: Respond, function: Any, input: Tensor, mat1: Tensor, mat2: Tensor, **scales: Any) -> Tensor:
+def product_and_shift(
+    mode: Respond, function: Any, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
     """A bias, and a matrix on the right."""
-    if scales or mode.responds(mat1):
-        raise NotImplementedError(
-            mode.refusal(mode.name(input, mat1, mat2), function, "with beta, alpha or on the left")
-        )
-    whole = mode.unflatten(mat1)
-    if whole is not None:
-        return product_and_shift(mode, function, input, whole, mat2).flatten(0, 1)
-    y = product(mode, function, mat1, mat2) if mode.responds(mat2) else mat1 @ mat2
-    return shift(mode, function, y, input) if mode.responds(input) else y + input
+    if beta != 1 or alpha != 1 or mode.responds(mat1) or mode.layouts.known(mat2):
+        raise NoRule(mode.refusal(mode.name(input, mat1, mat2), function, "with beta, alpha or on the left"))
+    if mode.responds(input) and mode.terms(input).terms[0][1].ndim > 1:
+        raise NoRule(mode.refusal(mode.name(input), function, "as more than a bias"))
+
+    def op(x: Tensor, w: Tensor, b: Tensor | None) -> Tensor:
+        return x @ w if b is None else x @ w + b
+
+    if not mode.responds(input):
+        y = product(mode, function, mat1, mat2)
+        return y + input
+    return bilinear(mode, function, op, mat1, mat2, input, axis=-1, out=1, into=0)
 
 
 @rule(F.embedding)
@@ -147,10 +163,16 @@ def embedding(
     """A row is the vector of a token. Indices that come from the inputs belong to examples; others choose rows."""
     if not mode.responds(weight) or max_norm is not None or sparse:
         reason = "as other than the table, with max_norm or with sparse gradients"
-        raise NotImplementedError(mode.refusal(mode.name(input, weight), function, reason))
+        raise NoRule(mode.refusal(mode.name(input, weight), function, reason))
+    layout = mode.layouts.of(input)
+    if layout is not None and layout != FIRST and mode.origins.from_inputs(input):
+        ids, back = mode.front(input, function, weight, own=0)
+        ids = ids.contiguous()
+        mode.origins.note(ids)
+        return back(embedding(mode, function, ids, weight, padding_idx, None, norm_type, scale_grad_by_freq))
     found = mode.weight(weight)
     if len(weight) > 1 and found.factor.shape[2] > 1:
-        raise NotImplementedError(mode.refusal(found.name, function, "while its rows are not in dimension 0"))
+        raise NoRule(mode.refusal(found.name, function, "while its rows are not in dimension 0"))
     numbers = found.factor.expand(-1, len(weight), -1)
     counts = input.shape[:1] == (mode.count,)
     expanded = input.ndim > 1 and input.stride(0) == 0
@@ -179,3 +201,14 @@ def embedding(
         factor,
         chosen=counts and input.ndim > 1,
     )
+
+
+@rule(Tensor.__getitem__)
+def look_up(mode: Respond, function: Any, input: Tensor, index: Any) -> Any:
+    """Rows of a table by their numbers, as in ``table[distances]``; or a view."""
+    if isinstance(index, tuple) and len(index) == 1:
+        index = index[0]
+    numbers = isinstance(index, Tensor) and index.ndim > 0 and index.dtype in (torch.int64, torch.int32)
+    if not mode.responds(input) or not numbers or input.ndim != 2:
+        return move(mode, function, input, index)
+    return embedding(mode, function, index, input)

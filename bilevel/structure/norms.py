@@ -2,39 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
 
+from bilevel.responding import NoExamples
 from bilevel.structure.respond import Respond, rule
 
 
-def _affine(mode: Respond, normal: Tensor, weight: Tensor | None, bias: Tensor | None, *, trailing: bool) -> Tensor:
-    """Scale and shift what a norm has normalised: its channels in dimension 1, or the trailing dimensions."""
+def _affine(
+    mode: Respond,
+    function: Any,
+    input: Tensor,
+    norm: Callable[[Tensor], Tensor],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    trailing: int = 0,
+) -> Tensor:
+    """Scale and shift what a norm has normalised: its channels in dimension 1, or some trailing dimensions."""
+    input = mode.activation(input)
+    layout = mode.layout(input, function, weight, bias)
+    if layout.dim >= input.ndim - trailing if trailing else layout.dim > 0:
+        reason = f"on an input of shape {tuple(input.shape)}, whose dimension {layout.dim} counts the examples"
+        raise NoExamples(mode.refusal(mode.name(weight, bias), function, reason))
+    normal = norm(input)
+    free = [] if trailing else [1] * (normal.ndim - 2)
 
-    def place(param: Tensor) -> Tensor:
-        """Reshape a parameter, or one per example, to the dimensions of the activation."""
-        batched = param.ndim > _own_dims(weight, bias)
-        own = param.shape[1:] if batched else param.shape
-        first = [len(param)] if batched else [1]
-        free = [1] * (normal.ndim - 1 - len(own))
-        return param.reshape([*first, *free, *own] if trailing else [*first, *own, *free])
+    def placed(param: Tensor) -> Tensor:
+        change = mode.change(param)
+        return mode.placed(change.reshape(*change.shape, *free), layout, normal.ndim)
 
-    y = normal if weight is None else normal * place(weight)
-    y = y if bias is None else y + place(bias)
+    y = normal if weight is None else normal * weight.reshape(*weight.shape, *free)
+    y = y if bias is None else y + bias.reshape(*bias.shape, *free)
     value, tangent = mode.split(y.to(normal.dtype))
-    plain = mode.split(normal)[0]
     return mode.join(
         value,
         tangent,
-        None if weight is None or not mode.responds(weight) else plain * place(mode.change(weight)),
-        None if bias is None or not mode.responds(bias) else place(mode.change(bias)),
+        None if weight is None or not mode.responds(weight) else mode.split(normal)[0] * placed(weight),
+        None if bias is None or not mode.responds(bias) else placed(bias),
     )
-
-
-def _own_dims(weight: Tensor | None, bias: Tensor | None) -> int:
-    return next(param.ndim for param in (weight, bias) if param is not None)
 
 
 @rule(F.layer_norm)
@@ -48,9 +57,12 @@ def layer_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """Scale and shift respond per feature; with several normalised dimensions, per index of the first."""
-    input = mode.check(input, function, weight, bias)
-    normal = F.layer_norm(input, normalized_shape, None, None, eps)
-    return _affine(mode, normal, weight, bias, trailing=True)
+    trailing = 1 if isinstance(normalized_shape, int) else len(normalized_shape)
+
+    def norm(x: Tensor) -> Tensor:
+        return F.layer_norm(x, normalized_shape, None, None, eps)
+
+    return _affine(mode, function, input, norm, weight, bias, trailing=trailing)
 
 
 @rule(F.rms_norm)
@@ -58,8 +70,12 @@ def rms_norm(
     mode: Respond, function: Any, input: Tensor, normalized_shape: Any, weight: Tensor | None = None, eps: Any = None
 ) -> Tensor:
     """As layer norm, without a shift."""
-    input = mode.check(input, function, weight)
-    return _affine(mode, F.rms_norm(input, normalized_shape, None, eps), weight, None, trailing=True)
+    trailing = 1 if isinstance(normalized_shape, int) else len(normalized_shape)
+
+    def norm(x: Tensor) -> Tensor:
+        return F.rms_norm(x, normalized_shape, None, eps)
+
+    return _affine(mode, function, input, norm, weight, None, trailing=trailing)
 
 
 @rule(F.group_norm)
@@ -73,8 +89,11 @@ def group_norm(
     eps: float = 1e-5,
 ) -> Tensor:
     """Scale and shift respond per channel."""
-    input = mode.check(input, function, weight, bias)
-    return _affine(mode, F.group_norm(input, num_groups, None, None, eps), weight, bias, trailing=False)
+
+    def norm(x: Tensor) -> Tensor:
+        return F.group_norm(x, num_groups, None, None, eps)
+
+    return _affine(mode, function, input, norm, weight, bias)
 
 
 @rule(F.batch_norm)
@@ -90,9 +109,11 @@ def batch_norm(
     **kwargs: Any,
 ) -> Tensor:
     """Scale and shift respond per channel; the statistics are those of the whole batch."""
-    input = mode.check(input, function, weight, bias)
-    normal = F.batch_norm(input, running_mean, running_var, None, None, *args, **kwargs)
-    return _affine(mode, normal, weight, bias, trailing=False)
+
+    def norm(x: Tensor) -> Tensor:
+        return F.batch_norm(x, running_mean, running_var, None, None, *args, **kwargs)
+
+    return _affine(mode, function, input, norm, weight, bias)
 
 
 @rule(F.instance_norm)
@@ -108,6 +129,8 @@ def instance_norm(
     **kwargs: Any,
 ) -> Tensor:
     """Scale and shift respond per channel."""
-    input = mode.check(input, function, weight, bias)
-    normal = F.instance_norm(input, running_mean, running_var, None, None, *args, **kwargs)
-    return _affine(mode, normal, weight, bias, trailing=False)
+
+    def norm(x: Tensor) -> Tensor:
+        return F.instance_norm(x, running_mean, running_var, None, None, *args, **kwargs)
+
+    return _affine(mode, function, input, norm, weight, bias)

@@ -42,6 +42,10 @@ class Origins:
         """Whether a tensor depends on the inputs, as far as that is known."""
         return id(x) not in self._constant if _is_real(x) else id(x) in self._given
 
+    def note(self, x: Tensor) -> None:
+        """Count a tensor among those that come from the inputs."""
+        self._given[id(x)] = x
+
     def follow(self, function: Any, arguments: list[Any], result: Any) -> None:
         """Note where the result of an operation comes from.
 

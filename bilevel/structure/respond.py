@@ -17,21 +17,21 @@ one.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
-from functools import partial
-from typing import Any, NamedTuple, TypeVar
-from weakref import WeakValueDictionary
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
-from bilevel.autodiff import forward_level, primal_plus_tangent
-from bilevel.responding import Rows
+from bilevel.layouts import FIRST, Layout, Layouts
+from bilevel.responding import NoExamples, NoRule, Rows
+from bilevel.structure.by_example import SMALL, by_example
 from bilevel.structure.origins import Origins
+from bilevel.structure.weights import Term, Weight
 
 Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}
@@ -53,9 +53,6 @@ READS = (
     torch.numel,
 )
 """What may be asked about a responding weight, because it does not depend on its values."""
-
-RESHAPES = {Tensor.view, Tensor.reshape, Tensor.flatten, torch.reshape, torch.flatten}
-"""What keeps the numbers of an activation in order, and so those of an example together."""
 
 DERIVATIVES = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 """What does not see a response that is kept as a tangent beside a value."""
@@ -80,30 +77,6 @@ def rule(*functions: Any) -> Callable[[R], R]:
     return register
 
 
-class Weight(NamedTuple):
-    r"""A responding weight, or what a network made of one: a slice, a transpose, a multiple.
-
-    Attributes:
-        name: Of the parameter.
-        weight: Its value, which all examples share.
-        factor: One number per example and row, of shape ``(B, *sizes)``: sizes are those of the weight in dimensions
-            along which the rows lie, and one in all others.
-        template: :math:`\mathbf{R}`, of the shape of the weight.
-        chosen: Whether its entries were looked up in a table by indices that are the same for every example.
-    """
-
-    name: str
-    weight: Tensor
-    factor: Tensor
-    template: Tensor
-    chosen: bool = False
-
-    @property
-    def grows(self) -> bool:
-        """Whether the template is the weight itself."""
-        return self.template is self.weight
-
-
 class Respond(TorchFunctionMode):
     """While active, operations on given weights respond, each example in its own way.
 
@@ -124,8 +97,7 @@ class Respond(TorchFunctionMode):
     ) -> None:
         """Respond for these weights, in a network with these inputs; weights without rows do not respond."""
         super().__init__()
-        self.origins = Origins(inputs)
-        self._flattened: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        self.origins, self.layouts = Origins(inputs), Layouts(count, inputs)
         self.count, self.linearized = count, linearized
         self._responding: dict[int, Weight] = {}
         for name, change in rows.items():
@@ -137,7 +109,7 @@ class Respond(TorchFunctionMode):
         """Apply a rule, or the operation itself if no responding weight takes part in it."""
         kwargs = kwargs or {}
         if self.linearized and func in DERIVATIVES:
-            raise NotImplementedError(
+            raise NoRule(
                 "the network computes derivatives itself (torch.autograd.grad inside forward), which delta_stn cannot "
                 "linearise with a perturbation for each example: pass perturb='batch' to the method, use "
                 "method='centered_stn', or compute them in the loss."
@@ -147,49 +119,69 @@ class Respond(TorchFunctionMode):
         if not names:
             result = func(*args, **kwargs)
             self.origins.follow(func, leaves, result)
-            if func in RESHAPES and isinstance(result, Tensor) and args[0].shape[:1] == (self.count,):
-                self._flattened[id(result)] = result
-            return result
-        if func in READS or getattr(func, "__name__", "") == "__get__":
+        elif func in READS or getattr(func, "__name__", "") == "__get__":
             result = func(*args, **kwargs)
-            if not isinstance(result, Tensor):  # .shape may be read; .T needs a rule
-                return result
-        if func not in RULES:
-            raise NotImplementedError(self.refusal(names[0], func, "which has no rule"))
-        return RULES[func](self, func, *args, **kwargs)
+            if isinstance(result, Tensor):  # .shape may be read; .T needs a rule
+                result = self._ruled(func, args, kwargs, names[0])
+        else:
+            result = self._ruled(func, args, kwargs, names[0])
+        self.layouts.follow(func, args, kwargs, leaves, result)
+        return result
+
+    def _ruled(self, func: Any, args: Any, kwargs: Any, name: str) -> Any:
+        if any(
+            is_functorch_wrapped_tensor(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
+        ):
+            raise NoExamples(self.refusal(name, func, "inside of torch.vmap or another transform of the network"))
+        try:
+            if func not in RULES:
+                raise NoRule(self.refusal(name, func, "which has no rule"))
+            return RULES[func](self, func, *args, **kwargs)
+        except NoRule as refused:
+            return by_example(self, func, args, kwargs, refused)
+
+    def by_example(self, func: Callable[..., Any], *args: Any) -> Any:
+        """The rule of last resort, for operations that another rule is made of."""
+        name = self.name(*pytree.tree_leaves(args))
+        return by_example(self, func, args, {}, NoRule(self.refusal(name, func, "which has no rule")))
 
     def responds(self, x: Any) -> bool:
         """Whether this is a responding weight."""
         return id(x) in self._responding
 
-    def weight(self, weight: Tensor) -> Weight:
-        """What is known about a weight that responds."""
+    def terms(self, weight: Tensor) -> Weight:
+        """What is known about a weight that responds, perhaps in several terms."""
         return self._responding[id(weight)]
 
-    def rows(self, weight: Tensor | None, func: Any = "a rule") -> Rows | None:
-        """The response of a weight whose rows are the indices of its dimension 0.
+    def weight(self, weight: Tensor) -> Weight:
+        """What is known about a weight that responds; where it has several terms, they are multiplied out."""
+        found = self._responding[id(weight)]
+        if not found.more:
+            return found
+        self._check_size(weight, "in several terms")
+        return Weight(found.name, weight, found.change(), weight.new_ones(()).expand_as(weight), found.chosen)
+
+    def multiplied_out(self, weight: Tensor, func: Any) -> Tensor:
+        """One weight for each example, shape ``(B, *shape)``.
 
         Args:
-            weight: Perhaps one that responds.
+            weight: A small one.
             func: The operation that uses it.
 
         Returns:
-            One factor per example and row, shape ``(B, rows)``, and the template; None if it does not respond.
-
-        Raises:
-            NotImplementedError: If its rows lie elsewhere, as after a transpose.
+            A dual number if responses are linearised.
         """
-        if weight is None or not self.responds(weight):
-            return None
-        name, _, factor, template, _ = self.weight(weight)
-        if any(size > 1 for size in factor.shape[2:]):
-            raise NotImplementedError(self.refusal(name, func, "while its rows are not in dimension 0"))
-        return Rows(factor.reshape(self.count, -1).expand(-1, *template.shape[:1] or (1,)), template)
+        self._check_size(weight, func)
+        return self.join(weight.expand(self.count, *weight.shape).contiguous(), self.terms(weight).change())
+
+    def _check_size(self, weight: Tensor, func: Any) -> None:
+        if weight.numel() > SMALL:
+            reason = f"which has no rule for {weight.numel():,} numbers: more than {SMALL:,} are not multiplied out"
+            raise NoRule(self.refusal(self.name(weight), func, reason))
 
     def change(self, weight: Tensor) -> Tensor:
         """The change of a weight for each example, shape ``(B, *weight.shape)``."""
-        _, _, factor, template, _ = self.weight(weight)
-        return factor * template
+        return self.terms(weight).change()
 
     def name(self, *weights: Any) -> str:
         """The name of the first of these that responds."""
@@ -203,6 +195,7 @@ class Respond(TorchFunctionMode):
         factor: Tensor | None = None,
         *,
         chosen: bool = False,
+        more: tuple[Term, ...] = (),
     ) -> Tensor:
         """Let a weight that was computed from another one respond as well.
 
@@ -212,15 +205,16 @@ class Respond(TorchFunctionMode):
             template: Of the new weight; or how the new weight was made, if the same makes its template of the old one.
             factor: Of its rows, as in :class:`bilevel.structure.respond.Weight`; those of the source by default.
             chosen: As there.
+            more: As there.
 
         Returns:
             The new weight.
         """
-        old = self.weight(source)
+        old = self.terms(source)
         if not isinstance(template, Tensor):
             template = weight if old.grows else template(old.template)
         factor = old.factor if factor is None else factor
-        self._responding[id(weight)] = Weight(old.name, weight, factor, template, chosen)
+        self._responding[id(weight)] = Weight(old.name, weight, factor, template, chosen, more)
         return weight
 
     def split(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -254,23 +248,70 @@ class Respond(TorchFunctionMode):
 
     def spread(self, weight: Tensor) -> bool:
         """Whether dimension 0 of a weight has one entry, or the same one for every example, as a class token has."""
-        _, _, factor, template, _ = self.weight(weight)
+        _, _, factor, template, *_ = self.weight(weight)
         same = template.ndim > 0 and factor.shape[1] == 1
         return same and (len(template) == 1 or (len(template) == self.count and template.stride(0) == 0))
 
-    def unflatten(self, x: Tensor) -> Tensor | None:
-        """Give the examples their dimension back, where a network has flattened it together with others.
-
-        Args:
-            x: An activation, as in ``linear(x.view(-1, features))``.
+    def layout(self, x: Tensor, func: Any, *weights: Any) -> Layout:
+        """Where the examples of an activation are.
 
         Returns:
-            Shape ``(B, ...)``; None if it was not flattened.
+            Their place.
+
+        Raises:
+            NoExamples: If that is unknown.
+            NoRule: If it has none, because it does not come from the inputs.
         """
-        if id(x) not in self._flattened or len(x) == self.count or len(x) % self.count:
-            return None
-        whole: Tensor = x.unflatten(0, (self.count, -1))
-        return whole
+        layout = None if self.responds(x) else self.layouts.of(x)
+        if layout is not None:
+            return layout
+        if self.layouts.known(x):
+            raise NoExamples(self._no_examples(x, func, *weights))
+        raise NoRule(self._no_examples(x, func, *weights))
+
+    def _no_examples(self, x: Tensor, func: Any, *weights: Any) -> str:
+        reason = f"on an input of shape {tuple(x.shape)}, whose dimension 0 does not count the {self.count} examples"
+        return self.refusal(self.name(*weights, x), func, reason)
+
+    def front(self, x: Tensor, func: Any, *weights: Any, own: int = 1) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """Bring the examples of an activation to dimension 0.
+
+        Args:
+            x: An activation, or a weight that was expanded to one entry for each example.
+            func: The operation.
+            weights: Its weights.
+            own: How many of the last dimensions are its own: examples cannot be there.
+
+        Returns:
+            Shape ``(B, ...)``, and a function that brings a result back to where the examples were.
+
+        Raises:
+            NoExamples: If they are in one of the last dimensions, or it is unknown where they are.
+        """
+        x = self.activation(x)
+        layout = self.layout(x, func, *weights)
+        if layout == FIRST:
+            return x, lambda y: y
+        dim, outer, inner, chosen = layout
+        if chosen is not None:
+            raise NoExamples(self._no_examples(x, func, *weights))
+        if dim >= x.ndim - own:
+            reason = f"on an input of shape {tuple(x.shape)}, whose dimension {dim} counts the {self.count} examples"
+            raise NoExamples(self.refusal(self.name(*weights, x), func, reason))
+        if layout.alone:
+            return x.movedim(dim, 0), lambda y: y.movedim(0, dim)
+
+        def back(y: Tensor) -> Tensor:
+            return y.movedim(0, dim + 1).flatten(dim, dim + 2)
+
+        return x.unflatten(dim, (outer, self.count, inner)).movedim(dim + 1, 0), back
+
+    def activation(self, x: Tensor) -> Tensor:
+        """A weight that was expanded to one entry for each example, as an activation; all else as it is."""
+        if not self.responds(x) or len(x) != self.count or not self.spread(x):
+            return x
+        _, _, factor, template, *_ = self.weight(x)
+        return self.join(x.clone(memory_format=torch.contiguous_format), factor[:, 0] * template[0])
 
     def check(self, x: Tensor, func: Any, *weights: Any) -> Tensor:
         """Refuse an activation whose dimension 0 does not count the examples.
@@ -284,27 +325,47 @@ class Respond(TorchFunctionMode):
             The activation.
 
         Raises:
-            ValueError: If dimension 0 counts something else.
+            NoExamples: If dimension 0 counts something else.
         """
-        name = self.name(*weights, x)
-        right = x.ndim > 0 and x.shape[0] == self.count
-        if right and self.responds(x) and self.spread(x):
-            _, _, factor, template, _ = self.weight(x)
-            x = self.join(x.clone(memory_format=torch.contiguous_format), factor[:, 0] * template[0])
-        if right and not self.responds(x):
-            return x
-        reason = f"on an input of shape {tuple(x.shape)}, whose dimension 0 does not count the {self.count} examples"
-        raise ValueError(self.refusal(name, func, reason))
+        x = self.activation(x)
+        if self.responds(x) or self.layouts.of(x) != FIRST:
+            raise NoExamples(self._no_examples(x, func, *weights))
+        return x
+
+    def placed(self, change: Tensor, layout: Layout, ndim: int) -> Tensor:
+        """A change for each example, where the examples of an activation are.
+
+        Args:
+            change: Shape ``(B, ...)``; the others are the last dimensions of the activation, without that of the
+                examples or with one entry there.
+            layout: Of the activation.
+            ndim: Its number of dimensions.
+
+        Returns:
+            A tensor that broadcasts to the activation.
+        """
+        sizes = [*change.shape[1:]]
+        sizes = [1] * (ndim - len(sizes)) + sizes
+        assert sizes[layout.dim] == 1
+        change = change.reshape(self.count, *sizes).movedim(0, layout.dim).squeeze(layout.dim + 1)
+        if layout.alone:
+            return change
+        if layout.chosen is not None:
+            return change.index_select(layout.dim, layout.chosen.ids)
+        shape = [*change.shape]
+        middle = change.unsqueeze(layout.dim).unsqueeze(layout.dim + 2)
+        shape[layout.dim : layout.dim + 1] = [layout.outer, self.count, layout.inner]
+        return middle.expand(shape).flatten(layout.dim, layout.dim + 2)
 
     def check_output(self, output: Any) -> None:
         """Refuse a network that returns a responding weight as it is.
 
         Raises:
-            ValueError: If it does.
+            NoExamples: If it does.
         """
         for leaf in pytree.tree_leaves(output):
             if self.responds(leaf):
-                raise ValueError(self.refusal(self.name(leaf), "the network", "which returns it as it is"))
+                raise NoExamples(self.refusal(self.name(leaf), "the network", "which returns it as it is"))
 
     def refusal(self, name: str, func: Any, reason: str) -> str:
         """What to say about an operation that cannot respond for each example."""
@@ -314,38 +375,3 @@ class Respond(TorchFunctionMode):
             f"each example. Pass perturb='batch' to the method, leave the weight out (structure={{{name!r}: 'none'}}), "
             "or teach the library the operation with bilevel.structure.rule."
         )
-
-
-def respond(
-    predict: Callable[..., Any] | None,
-    weights: Mapping[str, Tensor],
-    rows: Mapping[str, Rows],
-    *,
-    linearized: bool,
-) -> Callable[..., Any] | None:
-    """The network whose weights respond, each example in its own way.
-
-    Args:
-        predict: The network, called as ``predict(weights, *args, **kwargs)``; or None.
-        weights: By name.
-        rows: Their responses; a weight without one stays as it is.
-        linearized: Expand predictions to first order in the response.
-
-    Returns:
-        A function of the remaining arguments; None without a network.
-    """
-    if predict is None or not rows:
-        return None if predict is None else partial(predict, weights)
-    count = len(next(iter(rows.values())).factor)
-
-    def responding(*args: Any, **kwargs: Any) -> Any:
-        with forward_level((args, kwargs)) if linearized else nullcontext():
-            mode = Respond(weights, rows, count, (args, kwargs), linearized=linearized)
-            with mode:
-                output = predict(weights, *args, **kwargs)
-            mode.check_output(output)
-            if linearized:
-                output = primal_plus_tangent(output)
-        return output
-
-    return responding

@@ -259,17 +259,13 @@ class Recurrent(nn.Module):
         return self.out(self.lstm(x)[0][:, -1])
 
 
+@pytest.mark.parametrize("perturb", [None, "batch"])
 @pytest.mark.parametrize("method", THREE)
-def test_an_lstm_runs_where_no_forward_mode_is_needed(method):
-    """Δ-STN says what to use instead; the others train the weights of the LSTM."""
-    solver = Solver(network_problem(Recurrent()), method=method(), inner_optimizer=sgd(0.1))
+def test_an_lstm_is_trained(method, perturb):
+    """Also in forward mode, which its kernel does not have."""
+    solver = Solver(network_problem(Recurrent()), method=method(perturb=perturb), inner_optimizer=sgd(0.1))
     before = solver.params
     batch = (torch.ones(5, 6, 3), torch.ones(5, 2))
-    if method is DeltaSTN:
-        with pytest.raises(NotImplementedError) as raised:
-            solver.inner_step(batch)
-        assert any("Use method='centered_stn'" in note for note in raised.value.__notes__)
-        return
     solver.inner_step(batch)
     solver.outer_step(batch, batch)
     assert all(not torch.equal(solver.params[name], value) for name, value in before.items())

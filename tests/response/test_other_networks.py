@@ -185,8 +185,7 @@ def test_every_activation_runs_or_the_error_says_which_method_does(name, perturb
     torch.manual_seed(0)
     layer = getattr(nn, name)(*SETTINGS.get(name, ()))
     net = nn.Sequential(nn.Linear(3, 4), layer, nn.Linear(2 if name == "GLU" else 4, 1))
-    structure = {"1.weight": "none"} if name == "PReLU" else None
-    options = {"perturb": perturb, "structure": structure}
+    options = {"perturb": perturb}
     if name not in LACKING:
         solve(make_problem(net), method=DeltaSTN(**options), steps=1, inner_steps=1)
         return
@@ -392,6 +391,8 @@ class Force(nn.Module):
 def test_a_network_that_differentiates_itself_is_refused_or_right():
     """Δ-STN sees no response inside; with one perturbation it is right, as is the centered STN."""
     with pytest.raises(NotImplementedError, match=r"derivatives itself.*perturb='batch'.*centered_stn"):
+        solve(make_problem(Force()), method=DeltaSTN(perturb="example"), steps=1)
+    with pytest.warns(bilevel.PerturbationWarning, match="derivatives itself"):
         solve(make_problem(Force()), method=DeltaSTN(), steps=1)
     net = Force().double()
     (x, y), *_ = in_double(batches(1))

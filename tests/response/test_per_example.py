@@ -398,16 +398,31 @@ def test_a_transformer_with_a_class_token_trains(kind, steps):
     assert all(templates[name].abs().max() > 0 for name in ("token", "encoder.self_attn.in_proj_weight"))
 
 
-def test_an_operation_without_a_rule_names_the_weight_and_the_remedy():
-    class Odd(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = nn.Parameter(torch.ones(2, 3))
+class Odd(nn.Module):
+    """Its first layer puts the examples in another order than they came."""
 
-        def forward(self, x):
-            return torch.einsum("bi,oi->bo", x, self.w)
+    def __init__(self):
+        super().__init__()
+        self.w, self.b = nn.Parameter(torch.ones(2, 3)), nn.Parameter(torch.zeros(2))
 
-    x = torch.ones(4, 3)
-    with pytest.raises(NotImplementedError, match=r"'w' is used by einsum.*perturb='batch'.*'none'.*structure.rule"):
-        trained(Odd(), x, METHODS["delta_stn"](), steps=1)
-    trained(Odd(), x, DeltaSTN(perturb="batch"), steps=1)
+    def forward(self, x):
+        return F.linear(x.flip(0), self.w, self.b).flip(0)
+
+
+def test_a_network_that_cannot_respond_per_example_names_the_weight_and_the_remedy():
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    with pytest.raises(ValueError, match=r"'w' is used by linear.*perturb='batch'.*'none'.*structure.rule"):
+        trained(Odd(), x, METHODS["delta_stn"](perturb="example"), steps=1)
+
+
+@pytest.mark.parametrize("structure", [None, "rowwise"])
+@pytest.mark.parametrize("kind", METHODS)
+def test_without_a_choice_it_shares_one_perturbation_and_says_so_once(kind, structure):
+    """Bit for bit the run with perturb='batch'."""
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    method = METHODS[kind](structure=structure)
+    with pytest.warns(bilevel.PerturbationWarning, match=r"'w' is used by linear.*perturb='batch'") as caught:
+        solver, losses = trained(Odd(), x, method, steps=3)
+    assert len(caught) == 1
+    assert not solver.response.per_example
+    assert losses == trained(Odd(), x, METHODS[kind](structure=structure, perturb="batch"), steps=3)[1]
