@@ -1,6 +1,6 @@
 """Bilevel optimization in PyTorch: write two losses, call :func:`solve`, swap the method by one argument."""
 
-from bilevel import functional, nn, plotting, report, structure
+from bilevel import augment, functional, nn, plotting, regularizers, report, structure
 from bilevel.checkpoint import CheckpointError, CheckpointWarning
 from bilevel.diagnostics import Comparison, Diagnose, Diagnosis, diagnose
 from bilevel.dropouts import dropout_rates, dropout_rule
@@ -63,6 +63,7 @@ __all__ = [
     "Solver",
     "TuningWarning",
     "Unrolled",
+    "augment",
     "check_method",
     "diagnose",
     "dropout_rates",
@@ -76,6 +77,7 @@ __all__ = [
     "plotting",
     "positive",
     "real",
+    "regularizers",
     "report",
     "solve",
     "structure",
