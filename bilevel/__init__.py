@@ -23,6 +23,7 @@ from bilevel.problem import Loss, Model, Problem
 from bilevel.response import METHODS, STN, BestResponse, CenteredSTN, DeltaSTN, Implicit, Method, Unrolled
 from bilevel.solver import DivergenceError, NotFiniteWarning, OuterStep, Solver
 from bilevel.testing import Report, check_method
+from bilevel.tuning import tune
 
 __version__ = "0.1.0"
 
@@ -81,4 +82,5 @@ __all__ = [
     "report",
     "solve",
     "structure",
+    "tune",
 ]

@@ -36,7 +36,7 @@ ORDER = [
     {"response"},
     {"solver"},
     {"loop"},
-    {"diagnostics", "testing"},
+    {"diagnostics", "testing", "tuning"},
     {"__init__"},
     {"__main__"},
 ]

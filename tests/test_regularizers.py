@@ -168,7 +168,7 @@ EVERYWHERE = {
 }
 BY_VALUE = {"cutmix": lambda net: CutMix(), "augment": lambda net: bilevel.augment.images(flip=True)}
 SELF_TUNING = ["stn", "centered_stn", "delta_stn", bilevel.DeltaSTN(perturb="batch"), bilevel.CenteredSTN(entropy=1e-3)]
-OTHERS = [bilevel.Implicit(bilevel.CG(damping=0.1)), bilevel.Unrolled(steps=2)]
+OTHERS = [bilevel.Implicit(bilevel.CG(damping=0.1), curvature="gauss_newton"), bilevel.Unrolled(steps=2)]
 
 
 @pytest.mark.parametrize("method", [*SELF_TUNING, *OTHERS], ids=str)

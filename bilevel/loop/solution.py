@@ -10,6 +10,7 @@ from torch import Tensor
 
 from bilevel.history import History
 from bilevel.plotting import schedules
+from bilevel.problem import Problem
 from bilevel.report import from_history, page, replace
 from bilevel.solver import OuterStep, Solver
 
@@ -71,6 +72,11 @@ class Solution:
     signal: dict[str, Tensor] = field(repr=False)
     stopped: str
     solver: Solver = field(repr=False)
+
+    @property
+    def problem(self) -> Problem:
+        """What was solved; for :func:`bilevel.tune`, what it made of its arguments."""
+        return self.solver.problem
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """Draw the losses, the schedule of every hyperparameter in natural units, and their signal to noise.
