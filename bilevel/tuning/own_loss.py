@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from bilevel.functional import mse_loss
 from bilevel.tuning.criteria import Criterion, criterion_of, cross_entropy, first_tensor
 
 CLOSE = 1e-3
@@ -74,7 +75,7 @@ def _candidates() -> list[Criterion]:
     return [
         criterion_of(F.cross_entropy),
         Criterion("cross entropy of the next word", next_word, smooths=True),
-        criterion_of(F.mse_loss),
+        Criterion("squared error", squared_error),
         criterion_of(F.binary_cross_entropy_with_logits),
     ]
 
@@ -92,6 +93,19 @@ def next_word(output: Any, target: Tensor, *, label_smoothing: Tensor | float = 
     """
     logits = first_tensor(output)
     return cross_entropy(logits[:, :-1].movedim(-1, 1), target[:, 1:], label_smoothing=label_smoothing)
+
+
+def squared_error(output: Any, target: Tensor) -> Tensor:
+    """The squared error, also of logits of shape ``(B, 1)`` and targets of shape ``(B,)``.
+
+    Args:
+        output: Predictions.
+        target: As many numbers.
+
+    Returns:
+        One value per example.
+    """
+    return mse_loss(first_tensor(output).reshape(target.shape), target)
 
 
 def _needs_labels(net: nn.Module, inputs: Mapping[str, Any], logits: Tensor) -> bool:

@@ -134,7 +134,7 @@ def tune(
     with repeatable(device):
         batch = to_device(next(iter(train_loader)), device)
     inputs, target = unpack(batch)
-    criterion, predict = _loss_of(net, loss, inputs, target)
+    criterion, predict, sample = _loss_of(net, loss, inputs, target)
     used = [
         *weight_decay_of(net, weight_decay),
         *regularizer_of("label_smoothing", LabelSmoothing, label_smoothing, **_start(criterion)),
@@ -147,7 +147,7 @@ def tune(
     _check_criterion(criterion, used)
     if any(isinstance(regularizer, WeightDecay) for regularizer in used):
         warn_if_it_decays(net, options.get("inner_optimizer"))
-    rates = dropout_of(net, _called(net, loss, inputs), dropout, possible=isinstance(settings, Hypernetwork))
+    rates = dropout_of(net, sample, dropout, possible=isinstance(settings, Hypernetwork))
     problem = Problem(
         net,
         inner_loss=_Train(unpack, criterion, predict, used),
@@ -192,8 +192,8 @@ class _Valid:
         return self.criterion(self.predict(model, inputs, target), target, **self.options)
 
 
-def _loss_of(net: nn.Module, loss: Any, inputs: Any, target: Any) -> tuple[Criterion, Predict]:
-    """The loss, and how to call the network; which is called once or twice in eval mode."""
+def _loss_of(net: nn.Module, loss: Any, inputs: Any, target: Any) -> tuple[Criterion, Predict, Any]:
+    """The loss, how to call the network, and arguments for one call; it is called once or twice here, in eval mode."""
     flags = [(module, module.training) for module in net.modules()]
     try:
         net.eval()
@@ -201,7 +201,7 @@ def _loss_of(net: nn.Module, loss: Any, inputs: Any, target: Any) -> tuple[Crite
             if loss is not None:
                 criterion = criterion_of(loss)
                 criterion = verified(criterion, loss, call(net, inputs), target)
-                return criterion, lambda model, x, y: call(model, x)
+                return criterion, lambda model, x, y: call(model, x), inputs
             named = without_cache(net, inputs) if isinstance(inputs, Mapping) else inputs
             criterion, needs_labels = own_criterion(net, named, target)
     finally:
@@ -212,12 +212,7 @@ def _loss_of(net: nn.Module, loss: Any, inputs: Any, target: Any) -> tuple[Crite
     def predict(model: Any, x: Any, y: Any) -> Any:
         return model(**x, **extra, labels=y) if needs_labels else model(**x, **extra)
 
-    return criterion, predict
-
-
-def _called(net: nn.Module, loss: Any, inputs: Any) -> Any:
-    """Arguments of the network for one call."""
-    return inputs if loss is not None or not isinstance(inputs, Mapping) else without_cache(net, inputs)
+    return criterion, predict, named | {"labels": target} if needs_labels else named
 
 
 def _start(criterion: Criterion) -> dict[str, float]:

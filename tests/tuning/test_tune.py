@@ -222,9 +222,8 @@ def test_cross_entropy_is_that_of_torch(weight, smoothing, reduction, target):
     torch.testing.assert_close(values.mean(), loss(LOGITS, target), rtol=0, atol=1e-12)
     other = criterion_of(partial(F.cross_entropy, weight=weight, label_smoothing=smoothing, reduction=reduction))
     assert torch.equal(other(LOGITS, target), values)
-    rows = cross_entropy(
-        LOGITS, target, weight=weight, reduction=reduction, label_smoothing=torch.full((4,), smoothing)
-    )
+    each = torch.full((4,), smoothing, dtype=torch.float64)
+    rows = cross_entropy(LOGITS, target, weight=weight, reduction=reduction, label_smoothing=each)
     torch.testing.assert_close(rows, values, rtol=0, atol=1e-12)
 
 
