@@ -1,6 +1,6 @@
 """Bilevel optimization in PyTorch: write two losses, call :func:`solve`, swap the method by one argument."""
 
-from bilevel import augment, functional, nn, plotting, regularizers, report, structure
+from bilevel import augment, functional, loggers, nn, plotting, regularizers, report, structure
 from bilevel.checkpoint import CheckpointError, CheckpointWarning
 from bilevel.diagnostics import Comparison, Diagnose, Diagnosis, diagnose
 from bilevel.dropouts import dropout_rates, dropout_rule
@@ -21,6 +21,7 @@ from bilevel.linear_solvers import (
 from bilevel.loop import Best, Round, Solution, TuningWarning, solve
 from bilevel.problem import Loss, Model, Problem
 from bilevel.response import METHODS, STN, BestResponse, CenteredSTN, DeltaSTN, Implicit, Method, Unrolled
+from bilevel.schedule import Schedule
 from bilevel.solver import DivergenceError, NotFiniteWarning, OuterStep, Solver
 from bilevel.testing import Report, check_method
 from bilevel.tuning import tune
@@ -60,6 +61,7 @@ __all__ = [
     "Problem",
     "Report",
     "Round",
+    "Schedule",
     "Solution",
     "Solver",
     "TuningWarning",
@@ -74,6 +76,7 @@ __all__ = [
     "interval",
     "l1",
     "l2",
+    "loggers",
     "nn",
     "plotting",
     "positive",
