@@ -1,7 +1,7 @@
 """Loggers: callbacks that write the history of a run to where you look at other runs.
 
 ``bilevel.solve(..., callbacks=[bilevel.loggers.TensorBoard("runs/first")])``. Each imports its library when it is made,
-writes the newest row of the history after every round, and leaves files or a server behind; :meth:`close` ends it.
+writes the newest row of the history after every round, and leaves files or a server behind; ``close()`` ends it.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from bilevel.dropouts import DropoutRate
 from bilevel.history import History
 from bilevel.hyper import LISTED_ENTRIES, Hyper, Space, suggest
-from bilevel.regularizers import DecayRate
+from bilevel.regularizers.decay import DecayRate
 
 FORMAT = "bilevel schedule"
 COUPLED: tuple[type[torch.optim.Optimizer], ...] = (

@@ -22,7 +22,7 @@ NAMES = (*WARPS, "flip", "brightness", "contrast", "saturation", "hue", "noise",
 
 
 def apply(x: Tensor, strengths: Mapping[str, Strength], *, fill: Strength = 0.0) -> Tensor:
-    """Apply those changes whose strengths are given, in the order of :data:`NAMES`.
+    """Apply those changes whose strengths are given, in the order of ``NAMES``.
 
     Args:
         x: Images.

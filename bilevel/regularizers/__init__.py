@@ -21,16 +21,14 @@ a derivative of the loss, and refuse what has none.
 Dropout is not here: :func:`bilevel.dropout_rates` takes that which the network has.
 """
 
-from bilevel.regularizers.base import Criterion, Mixture, Regularizer, regularized_loss
-from bilevel.regularizers.decay import DecayRate, WeightDecay
+from bilevel.regularizers.base import Mixture, Regularizer, regularized_loss
+from bilevel.regularizers.decay import WeightDecay
 from bilevel.regularizers.labels import LabelSmoothing
 from bilevel.regularizers.mixing import CutMix, Mixup
 from bilevel.regularizers.noise import InputNoise
 
 __all__ = [
-    "Criterion",
     "CutMix",
-    "DecayRate",
     "InputNoise",
     "LabelSmoothing",
     "Mixture",

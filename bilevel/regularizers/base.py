@@ -52,7 +52,7 @@ class Mixture:
 
     @property
     def tensor(self) -> Tensor:
-        """The inputs that can be changed: the floating-point tensor."""
+        """The floating-point tensor among the inputs, which can be changed."""
         return _floating(self.x)
 
     @property
@@ -169,7 +169,7 @@ def regularized_loss(
     .. math:: \sum_k a_k\, \ell\bigl(f(\tilde x), y_k\bigr) + \Omega(w)
 
     Args:
-        model: What the loss of a :class:`Problem` is given.
+        model: What the loss of a :class:`bilevel.Problem` is given.
         hyper: Likewise.
         x: Inputs of the network.
         y: Their target.

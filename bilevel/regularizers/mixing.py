@@ -22,7 +22,7 @@ class Mixup(Regularizer):
 
     .. math:: \tilde x_i = (1 - m_i)\, x_i + m_i\, x_{\pi(i)}, \qquad
         \ell_i = (1 - m_i)\, \ell(f(\tilde x_i), y_i) + m_i\, \ell(f(\tilde x_i), y_{\pi(i)}), \qquad
-        m_i = s_i u_i, \quad u_i \sim \mathcal{U}(0, \tfrac12)
+        m_i = s_i u_i, \quad u_i \sim \mathcal{U}(0, \frac{1}{2})
 
     for a random permutation :math:`\pi` of the batch. For cross entropy that is the loss of the mixed labels, for
     squared errors that of mixed targets up to a constant.
