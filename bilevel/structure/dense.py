@@ -47,6 +47,27 @@ class Dense(nn.Module):
             for name, slope in zip(self.names, self.slopes, strict=True)
         }
 
+    @property
+    def all_names(self) -> list[str]:
+        """Of the weights that respond."""
+        return self.names
+
+    def transposed(self, cotangents: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Tensor:
+        r"""The transposed action on cotangents of the weights, :math:`\Theta^\top u`.
+
+        Args:
+            cotangents: Of some of the weights, by name; others are not looked at.
+            weights: Not needed.
+
+        Returns:
+            Shape ``(h,)``.
+        """
+        total = self.slopes[0].new_zeros(len(self.slopes[0]))
+        for name, slope in zip(self.names, self.slopes, strict=True):
+            if name in cotangents:
+                total = total + slope.reshape(len(slope), -1) @ cotangents[name].reshape(-1).to(slope.dtype)
+        return total
+
 
 REMEDY = "raise max_gigabytes of the method"
 
