@@ -41,7 +41,7 @@ def own_criterion(net: nn.Module, inputs: Any, target: Any) -> tuple[Criterion, 
         )
     with torch.no_grad():
         output = net(**inputs, labels=target)
-        value = getattr(output, "loss", None)
+        value = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
         if not isinstance(value, Tensor) or value.ndim:
             raise ValueError(
                 f"tune: the network returned a {type(output).__name__} without a loss: pass loss=F.cross_entropy, for "

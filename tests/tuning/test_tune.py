@@ -297,6 +297,75 @@ def test_regression():
         bilevel.tune(net, [(x, y[:, 0])], [(x, y[:, 0])], **options)
 
 
+# Networks that compute their loss themselves
+
+
+def shifted(logits, labels):
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+KINDS = {
+    "cross_entropy": (lambda z, y: F.cross_entropy(z, y), lambda x, y: y),
+    "squared error": (lambda z, y: F.mse_loss(z[:, 0], y), lambda x, y: y.float()),
+    "binary_cross_entropy_with_logits": (
+        lambda z, y: F.binary_cross_entropy_with_logits(z, y),
+        lambda x, y: F.one_hot(y, 3).float(),
+    ),
+    "cross entropy of the next word": (shifted, lambda x, y: torch.where(x[..., 0] > 1, -100, y[:, None].repeat(1, 4))),
+}
+
+
+class Own(nn.Module):
+    """Returns a mapping with loss and logits, as networks of transformers do."""
+
+    def __init__(self, kind, *, needs_labels=False):
+        super().__init__()
+        self.layer, self.drop = nn.Linear(5, 1 if kind == "squared error" else 3), nn.Dropout(0.1)
+        self.loss, self.needs_labels, self.cached = KINDS[kind][0], needs_labels, []
+
+    def forward(self, x, labels=None, use_cache=True):
+        self.cached.append(use_cache)
+        if self.needs_labels and labels is None:
+            raise ValueError("labels are needed")
+        logits = self.layer(self.drop(x))
+        return {"logits": logits} | ({} if labels is None else {"loss": self.loss(logits, labels)})
+
+
+@pytest.mark.parametrize("needs_labels", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_that_a_network_computes_is_found(kind, needs_labels):
+    def batch(seed):
+        x, y = data(seed=seed, features=(4, 5) if "word" in kind else (5,))
+        return {"x": x, "labels": KINDS[kind][1](x, y)}
+
+    torch.manual_seed(0)
+    net = Own(kind, needs_labels=needs_labels)
+    result = bilevel.tune(net, [batch(0)], [batch(1)], **QUICK)
+    assert result.problem.user_losses["inner_loss"].criterion.name == kind
+    assert set(result.hyper) == {"dropout.drop", "weight_decay.layer"}
+    assert not any(net.cached)
+    net.load_state_dict(result.state_dict)
+    expected = float(net.eval()(**batch(1))["loss"].detach())
+    assert result.solver.evaluate([batch(1)]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_loss_of_another_kind_is_refused():
+    net = Own("cross_entropy")
+    net.loss = lambda z, y: F.cross_entropy(z, y) + 3
+    x, y = data()
+    with pytest.raises(ValueError, match="the loss that Own computes is none of the usual ones of its logits: pass"):
+        bilevel.tune(net, [{"x": x, "labels": y}], [{"x": x, "labels": y}], **QUICK)
+    net.loss = lambda z, y: None
+    with pytest.raises(ValueError, match="returned a dict without a loss"):
+        bilevel.tune(net, [{"x": x, "labels": y}], [{"x": x, "labels": y}], **QUICK)
+
+
+def test_bfloat16():
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        result = bilevel.tune(mlp(), [data()], [data(seed=1)], loss=F.cross_entropy, label_smoothing=True, **QUICK)
+    assert all(value.dtype == torch.float32 for value in result.params.values())
+
+
 # What to tune
 
 
@@ -343,6 +412,7 @@ def test_everything_at_once():
         ({"loss": "mse"}, TypeError, "loss must be a function"),
         ({"loss": None}, ValueError, "without loss= the network has to compute it"),
         ({"epoch": 3}, TypeError, "no argument 'epoch': did you mean 'epochs'"),
+        ({"weight_decay": "decoupled"}, ValueError, "decoupled decay, that of AdamW, is no term of the training loss"),
         ({"weight_decay": [1]}, TypeError, "weight_decay must be True, False"),
         ({"dropout": 0.5}, TypeError, "dropout must be True, False"),
         ({"mixup": "yes"}, TypeError, "mixup must be True, False, a number"),
