@@ -114,8 +114,8 @@ def _grouped(names: Sequence[str], groups: Groups, prefix: str) -> dict[str, tup
     if groups == "decoupled":
         raise ValueError(
             "WeightDecay: decoupled decay, that of AdamW, is no term of the training loss but part of the update, so "
-            "that no method that differentiates or perturbs the loss can tune it. Tune the penalty, groups='layer', and "
-            "give the optimizer weight_decay=0."
+            "that no method that differentiates or perturbs the loss can tune it. Tune the penalty, groups='layer', "
+            "and give the optimizer weight_decay=0."
         )
     if groups == "one":
         return {prefix: tuple(names)}
