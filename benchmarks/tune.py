@@ -324,8 +324,8 @@ def run(name: str, seed: int) -> dict[str, Any]:
 
 def table_of(rows: list[dict[str, Any]]) -> str:
     """Means over seeds; ± is the standard error of the difference within a seed."""
-    head = f"{'task':26}{'tuned':>7}{'test loss':>18}{'tuned − plain':>18}{'better':>8}{'FLOPs':>8}{'time':>7}"
-    lines = [f"{'':26}{'':>7}{'plain':>9}{'tuned':>9}", head]
+    head = f"{'':26}{'hyper-':>7}{'test loss':>18}{'difference':>18}{'better':>8}{'FLOPs':>8}{'time':>7}"
+    lines = [head, f"{'task':26}{'params':>7}{'plain':>9}{'tuned':>9}{'tuned − plain':>18}{'seeds':>8}"]
     wins = 0
     for name in TASKS:
         own = [row for row in rows if row["task"] == name]
