@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 import bilevel
 from applications import data as datasets
-from applications.augment import augment
 from applications.models import MLP, VGG16, AlexNet, ResNet18, SimpleCNN
 from applications.task import Batches, Experiment, Settings, Task, initial, option, outer_optimizer, starting
 
@@ -148,7 +147,7 @@ def _loss(
     x, y = batch
     x = x.to(mean) / 255
     if training:
-        x = augment(x, {name: value for name, value in hyper.items() if name != "dropout"}, fill=mean)
+        x = bilevel.augment.apply(x, {name: value for name, value in hyper.items() if name != "dropout"}, fill=mean)
     dropout = hyper["dropout"]
     dropout = F.pad(dropout, (0, rates - dropout.shape[-1]))  # if only that of the input is tuned
     logits = model((x - mean) / std, dropout)

@@ -1,6 +1,6 @@
 """Bilevel optimization in PyTorch: write two losses, call :func:`solve`, swap the method by one argument."""
 
-from bilevel import functional, nn, plotting, report, structure
+from bilevel import augment, functional, loggers, nn, plotting, regularizers, report, structure
 from bilevel.checkpoint import CheckpointError, CheckpointWarning
 from bilevel.diagnostics import Comparison, Diagnose, Diagnosis, diagnose
 from bilevel.dropouts import dropout_rates, dropout_rule
@@ -22,8 +22,10 @@ from bilevel.loop import Best, Round, Solution, TuningWarning, solve
 from bilevel.problem import Loss, Model, Problem
 from bilevel.responding import PerturbationWarning
 from bilevel.response import METHODS, STN, BestResponse, CenteredSTN, DeltaSTN, Implicit, Method, Unrolled
+from bilevel.schedule import Schedule
 from bilevel.solver import DivergenceError, NotFiniteWarning, OuterStep, Solver
 from bilevel.testing import Report, check_method
+from bilevel.tuning import tune
 
 __version__ = "0.1.0"
 
@@ -61,10 +63,12 @@ __all__ = [
     "Problem",
     "Report",
     "Round",
+    "Schedule",
     "Solution",
     "Solver",
     "TuningWarning",
     "Unrolled",
+    "augment",
     "check_method",
     "diagnose",
     "dropout_rates",
@@ -74,11 +78,14 @@ __all__ = [
     "interval",
     "l1",
     "l2",
+    "loggers",
     "nn",
     "plotting",
     "positive",
     "real",
+    "regularizers",
     "report",
     "solve",
     "structure",
+    "tune",
 ]

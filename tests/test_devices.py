@@ -17,8 +17,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import bilevel
-from applications import augment
-from bilevel import DeltaSTN, Unrolled, checkpoint
+from bilevel import DeltaSTN, Unrolled, augment, checkpoint
 from bilevel.response import get_method
 from bilevel.response.hypernetwork import Hypernetwork
 from bilevel.testing import CHECKS, Case
@@ -198,7 +197,9 @@ def test_clipping_and_momentum_wait_for_nothing(name, device):
 @pytest.mark.parametrize("strength", ["numbers", "one", "each"])
 def test_augmentations(strength, device):
     """On the device, without waiting, with the same result as on the CPU."""
-    values = dict(zip(augment.NAMES, [0.1, 0.2, 20.0, 10.0, 0.3, 0.3, 0.3, 0.2, 0.1, 2.0, 3.0], strict=True))
+    values = dict(
+        zip(augment.changes.NAMES, [0.1, 0.2, 20.0, 10.0, 0.5, 0.3, 0.3, 0.3, 0.2, 0.1, 2.0, 3.0], strict=True)
+    )
 
     def change(where):
         torch.manual_seed(0)
@@ -209,7 +210,7 @@ def test_augmentations(strength, device):
             strengths = {name: torch.full(shape, value, device=where) for name, value in values.items()}
         fill = 0.5 if strength == "numbers" else torch.tensor([0.1, 0.5, 0.9]).to(where)
         with waits(device) as found:
-            result = augment.augment(x, strengths, fill=fill)
+            result = augment.apply(x, strengths, fill=fill)
         assert found == []
         return result
 

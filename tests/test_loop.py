@@ -151,13 +151,13 @@ class TestCounting:
     def test_accumulated_batches_count_towards_a_pass(self, accumulate, inner_steps, rounds, monkeypatch):
         expected = []
 
-        def bar(total, progress):
+        def bar(total, progress, *, done):
             expected.append(total)
-            return original(total, progress)
+            return original(total, progress, done=done)
 
         loop = importlib.import_module("bilevel.loop.solve")
-        original = loop._progress_bar
-        monkeypatch.setattr(loop, "_progress_bar", bar)
+        original = loop.Progress
+        monkeypatch.setattr(loop, "Progress", bar)
         solution = solve(
             train=batches(10), epochs=2, accumulate=accumulate, inner_steps=inner_steps, method="implicit_cg"
         )
@@ -513,6 +513,20 @@ class TestProgress:
         captured = capsys.readouterr()
         assert bool(captured.err) == shown
         assert captured.out == ""
+
+    def test_a_file_gets_one_line_per_evaluation(self, capsys):
+        """And no bar, of which each picture would be kept."""
+        solve(steps=5, evaluate_every=2, progress=True)
+        lines = capsys.readouterr().err.splitlines()
+        assert [line.partition(",")[0] for line in lines] == ["round 2/5", "round 4/5", "round 5/5"]
+        assert all("validation_loss" in line for line in lines)
+
+    def test_a_terminal_gets_a_bar(self, capsys, monkeypatch):
+        monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+        solve(steps=3, progress=True)
+        shown = capsys.readouterr().err
+        assert "3/3" in shown
+        assert "round 3/3," not in shown
 
 
 def test_solve_is_a_thin_loop_over_the_solver():

@@ -204,3 +204,24 @@ class TestSchedules:
         assert [axis.get_title(loc="left") for axis in figure.axes] == ["loss", "rate"]
         assert not any(axis.patches for axis in figure.axes)
         assert (tmp_path / "one.png").read_bytes().startswith(b"\x89PNG")
+
+
+class TestManyHyperparameters:
+    def test_they_share_panels_by_prefix_and_kind(self, tmp_path):
+        """50 of them: a few panels, a few names in each legend, and lines for all."""
+        hyper = {f"weight_decay.{i}": bilevel.positive(1e-3) for i in range(38)}
+        hyper |= {f"dropout.{i}": bilevel.interval(0, 1, init=0.1) for i in range(10)}
+        hyper |= {"dropout.count": bilevel.integer(0, 4, init=1), "label_smoothing": bilevel.interval(0, 1, init=0.1)}
+        history = History()
+        for index in range(1, 4):
+            row = {name: float(entry.init) for name, entry in hyper.items()}
+            history.append({"round": index, "inner_loss": 1.0, **row, **{f"signal.{n}": 1.0 for n in hyper}})
+        figure = bilevel.plotting.schedules(history, hyper, tmp_path / "many.png")
+        titles = [axis.get_title(loc="left") for axis in figure.axes]
+        assert titles[:4] == ["loss", "weight_decay", "dropout", "dropout.count"]
+        assert titles[4] == "label_smoothing"
+        decay = figure.axes[1]
+        assert len([line for line in decay.lines if len(line.get_xdata()) == 3]) == 38
+        assert [text.get_text() for text in decay.get_legend().get_texts()] == ["0", "19", "37"]
+        assert [text.get_text() for text in figure.axes[-1].get_legend().get_texts()] == titles[1:5]
+        assert len(bilevel.plotting.schedules(history, dict(list(hyper.items())[:12])).axes) == 14

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,9 @@ from torch import Tensor
 
 from bilevel.history import History
 from bilevel.plotting import schedules
+from bilevel.problem import Problem
 from bilevel.report import from_history, page, replace
+from bilevel.schedule import Schedule, schedule_of
 from bilevel.solver import OuterStep, Solver
 
 if TYPE_CHECKING:
@@ -71,6 +74,22 @@ class Solution:
     signal: dict[str, Tensor] = field(repr=False)
     stopped: str
     solver: Solver = field(repr=False)
+
+    @property
+    def problem(self) -> Problem:
+        """What was solved; for :func:`bilevel.tune`, what it made of its arguments."""
+        return self.solver.problem
+
+    def schedule(self, names: Sequence[str] | None = None) -> Schedule:
+        """Every hyperparameter as a function of progress, to be saved as JSON and replayed without this library.
+
+        Args:
+            names: Of the hyperparameters; all by default.
+
+        Returns:
+            The schedule.
+        """
+        return schedule_of(self.history, self.problem.space.hyper, self.hyper, names)
 
     def plot(self, path: str | Path | None = None) -> Figure:
         """Draw the losses, the schedule of every hyperparameter in natural units, and their signal to noise.

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
-
-from tqdm.auto import tqdm
+from typing import Any
 
 from bilevel.arguments import check_integer, check_loader, length
 from bilevel.checkpoint import CheckpointWarning
@@ -23,6 +20,7 @@ from bilevel.loop.defaults import plan
 from bilevel.loop.ending import Ending
 from bilevel.loop.feed import Feed, Fresh
 from bilevel.loop.keeping import Keeper
+from bilevel.loop.progress import Progress
 from bilevel.loop.resuming import fingerprint_of, go_on, kept_settings
 from bilevel.loop.run import Run
 from bilevel.loop.solution import Round, Solution
@@ -117,7 +115,8 @@ def solve(
         signals: Let SIGTERM, SIGUSR1 and Ctrl-C end the run after the present round, with a checkpoint; a second Ctrl-C
             ends it at once. Only in the main thread.
         callbacks: Called with a :class:`Round` after every round; one that returns True ends the run.
-        progress: Show a progress bar; by default unless the environment variable ``CI`` is set.
+        progress: Show a progress bar; where the standard error is no terminal, a line for every full validation pass
+            instead. By default unless the environment variable ``CI`` is set.
         seed: Of the solver's own random streams; the global random state is not touched.
 
     Returns:
@@ -270,12 +269,10 @@ def _loop(
     """Make the rounds, and end well whatever happens."""
     measured: dict[str, float] = {}
     try:
-        with _progress_bar(*bar_of) as bar:
-            bar.update(run.rounds)
+        with Progress(*bar_of, done=run.rounds) as progress:
             while run.stopped is None:
                 event = run.round()
-                bar.update()
-                bar.set_postfix_str(_postfix(event), refresh=False)
+                progress.show(event)
                 run.stopped = "callback" if _call(callbacks, event) else ends() or ending.reason
                 keeper.after_round(run, save=run.stopped is not None or event.validation_loss is not None)
             keeper.wait(run)
@@ -283,6 +280,7 @@ def _loop(
             if "validation_loss" not in last and run.stopped not in ("terminated", "interrupted"):
                 run.finish()
                 measured = {"validation_loss": run.history.rows[-1]["validation_loss"]}
+                progress.line(run.rounds, run.history.rows[-1])
     except KeyboardInterrupt as error:
         run.stopped = "interrupted"
         _save_whole(run, keeper, error)
@@ -352,16 +350,3 @@ def _call(callbacks: Sequence[Callable[[Round], bool | None]], event: Round) -> 
         if answer not in (None, True, False):
             raise TypeError(f"a callback must return None, False, or True to stop the run; got {answer!r}.")
     return True in answers
-
-
-def _progress_bar(total: int | None, progress: bool | None) -> tqdm[NoReturn]:
-    show = not os.environ.get("CI") if progress is None else progress
-    return tqdm(total=total, disable=not show, unit="round", dynamic_ncols=True)
-
-
-def _postfix(event: Round) -> str:
-    hidden = {"round", "seconds", "hypergradient_norm"}
-    shown = {
-        n: v for n, v in event.row.items() if n not in hidden and not n.startswith(("scale.", "signal.", "method."))
-    }
-    return ", ".join(f"{name} {value:.4g}" for name, value in list(shown.items())[:8])

@@ -19,6 +19,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+SEPARATE = 12
+"""With more hyperparameters, those with one prefix and one kind share a panel."""
+
+NAMED = 6
+"""A legend names so many lines at most; of more, the first, the middle and the last."""
+
 BAND = 2.0
 """How far the signal of pure noise goes, in standard errors."""
 
@@ -29,7 +35,8 @@ def schedules(
     """Draw the losses of a run, every hyperparameter in natural units, and their signal to noise.
 
     Positive hyperparameters have a logarithmic axis, those in an interval one from end to end; whole numbers are drawn
-    as steps. Of a tensor with many entries, the mean and the range.
+    as steps. Of a tensor with many entries, the mean and the range. Of more than twelve hyperparameters, those of one
+    kind whose names begin alike, as ``weight_decay.0`` and ``weight_decay.3`` do, share a panel.
 
     Args:
         history: What to draw.
@@ -52,16 +59,22 @@ def schedules(
     columns = {name: [*Space.columns({name: entry.init})] for name, entry in hyper.items()}
     first = next(iter(next(iter(columns.values()))))
     signal = f"signal.{first}" in history.columns
-    hues = {name: OTHERS[index % len(OTHERS)] for index, name in enumerate(hyper)}
+    together = _panels(hyper)
+    hues = {title: OTHERS[index % len(OTHERS)] for index, title in enumerate(together)}
     with style():
-        made, axes = panels(1 + len(hyper) + signal)
+        made, axes = panels(1 + len(together) + signal)
         _draw_losses(axes[0], history)
-        for axis, (name, entry) in zip(axes[1:], hyper.items(), strict=False):
-            _draw_entries(axis, history, name, columns[name], hues[name], steps=entry.discrete)
-            axis.set_title(name)
-            _set_range(axis, entry)
+        for axis, (title, names) in zip(axes[1:], together.items(), strict=False):
+            if len(names) == 1:
+                entry = hyper[names[0]]
+                _draw_entries(axis, history, names[0], columns[names[0]], hues[title], steps=entry.discrete)
+            else:
+                _draw_several(axis, history, title, names, hues[title], steps=hyper[names[0]].discrete)
+            axis.set_title(title)
+            _set_range(axis, hyper[names[0]])
         if signal:
-            _draw_signal(axes[-1], history, columns, hues)
+            _draw_signal(axes[-1], history, columns, {n: hues[title] for title, own in together.items() for n in own})
+            _name_signals(axes[-1], hues)
         warm = _warmup(history)
         rounds = history["round"]
         for axis in axes:
@@ -112,9 +125,32 @@ def _draw_entries(
         axis.legend(ncols=math.ceil(len(columns) / 5), columnspacing=0.8)
 
 
-def _draw_signal(axis: Axes, history: History, columns: Mapping[str, list[str]], hues: Mapping[str, str]) -> None:
-    from matplotlib.lines import Line2D
+def _panels(hyper: Mapping[str, Hyper]) -> dict[str, list[str]]:
+    """Which hyperparameters share a panel, by its title."""
+    if len(hyper) <= SEPARATE:
+        return {name: [name] for name in hyper}
+    found: dict[tuple[str, float, float, bool], list[str]] = {}
+    for name, entry in hyper.items():
+        alone = entry.init.ndim > 0
+        key = name if alone else name.partition(".")[0]
+        found.setdefault((key, entry.low, entry.high, entry.discrete), []).append(name)
+    titles: dict[str, list[str]] = {}
+    for (key, *_), names in found.items():
+        titles[names[0] if len(names) == 1 or key in titles else key] = names
+    return titles
 
+
+def _draw_several(axis: Axes, history: History, title: str, names: list[str], hue: str, *, steps: bool) -> None:
+    """One line for each scalar hyperparameter, of which a few are named."""
+    middle = {0, len(names) // 2, len(names) - 1}
+    for index, (name, shade) in enumerate(zip(names, shades(hue, len(names)), strict=True)):
+        label = name.removeprefix(f"{title}.") if len(names) <= NAMED or index in middle else None
+        drawstyle = "steps-post" if steps else "default"
+        axis.plot(*_present(history, name), color=shade, drawstyle=drawstyle, linewidth=1.0, label=label)
+    axis.legend(title=f"{len(names)} of them" if len(names) > NAMED else None)
+
+
+def _draw_signal(axis: Axes, history: History, columns: Mapping[str, list[str]], hues: Mapping[str, str]) -> None:
     axis.set_title("signal to noise of the hypergradient")
     axis.axhspan(-BAND, BAND, color="#F3EBD3", linewidth=0, zorder=0.5)
     axis.axhline(0, color="0.6", linewidth=0.7, zorder=1)
@@ -122,6 +158,11 @@ def _draw_signal(axis: Axes, history: History, columns: Mapping[str, list[str]],
         _draw_entries(axis, history, name, own, hues[name], steps=False, prefix="signal.")
     reach = max(3.0, *(abs(value) for value in axis.get_ylim()))
     axis.set_ylim(-reach, 1.4 * reach)  # room for the legend
+
+
+def _name_signals(axis: Axes, hues: Mapping[str, str]) -> None:
+    from matplotlib.lines import Line2D
+
     handles = [Line2D([], [], color=hue, label=name) for name, hue in hues.items()]
     axis.legend(handles=handles, ncols=min(3, len(handles)), columnspacing=0.8, loc="upper right")
 

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch.func import functional_call, jvp
 
 import bilevel
-from applications.augment import augment
 from applications.models import MLP, VGG16, AlexNet, ResNet18, SimpleCNN
 
 TINY = {
@@ -186,7 +185,7 @@ def test_forward_mode_is_right_through_every_layer(tiny, training):
 def train_loss(model, hyper, batch):
     x, y = batch
     strengths = {name: value for name, value in hyper.items() if name != "dropout"}
-    return F.cross_entropy(model(augment(x, strengths), hyper["dropout"]), y, reduction="none")
+    return F.cross_entropy(model(bilevel.augment.apply(x, strengths), hyper["dropout"]), y, reduction="none")
 
 
 def valid_loss(model, hyper, batch):

@@ -12,7 +12,6 @@ from torch import nn
 from torch.func import jvp
 from torch.nn import functional as F
 
-import applications.augment
 import bilevel
 from bilevel import CenteredSTN, DeltaSTN, Problem, Solver
 from bilevel.rng import Repeated, Stream
@@ -184,6 +183,7 @@ def images():
 
 
 TOKENS = torch.arange(8).reshape(4, 2)
+MIXTURE = bilevel.regularizers.Mixture.of(images(), torch.arange(4))
 HELPERS = {
     "dropout": lambda rate: bilevel.functional.dropout(torch.ones(4, 50), rate),
     "dropout of channels": lambda rate: bilevel.functional.dropout(images(), rate, shared_dims=(2, 3)),
@@ -193,13 +193,15 @@ HELPERS = {
     "F.dropout": lambda rate: F.dropout(torch.ones(4, 50), 0.5) * rate[:, None],
     "bernoulli": lambda rate: torch.bernoulli(rate[:, None].expand(4, 50)),
     "nn.RReLU": lambda rate: nn.RReLU()(-torch.ones(4, 50)) * rate[:, None],
-    "brightness": lambda rate: applications.augment.brightness(images(), rate),
-    "contrast": lambda rate: applications.augment.contrast(images(), rate),
-    "saturation": lambda rate: applications.augment.saturation(images(), rate),
-    "hue": lambda rate: applications.augment.hue(images(), rate),
-    "noise": lambda rate: applications.augment.noise(images(), rate),
-    "cutout": lambda rate: applications.augment.cutout(images(), 10 * rate, 7 * rate),
-    "affine": lambda rate: applications.augment.augment(
+    "brightness": lambda rate: bilevel.augment.brightness(images(), rate),
+    "contrast": lambda rate: bilevel.augment.contrast(images(), rate),
+    "saturation": lambda rate: bilevel.augment.saturation(images(), rate),
+    "hue": lambda rate: bilevel.augment.hue(images(), rate),
+    "noise": lambda rate: bilevel.augment.noise(images(), rate),
+    "cutout": lambda rate: bilevel.augment.cutout(images(), 10 * rate, 7 * rate),
+    "mixup": lambda rate: bilevel.regularizers.Mixup().on_batch(MIXTURE, {"mixup": rate}).x,
+    "cutmix": lambda rate: bilevel.regularizers.CutMix().on_batch(MIXTURE, {"cutmix": rate}).x,
+    "affine": lambda rate: bilevel.augment.apply(
         images(), {"translation": rate, "rotation": 30 * rate, "scale": rate, "shear": rate}
     ),
 }

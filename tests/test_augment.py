@@ -9,8 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from applications import augment as module
-from applications.augment import affine, augment, brightness, contrast, cutout, hue, noise, saturation
+import bilevel
+from bilevel.augment import affine, apply, brightness, contrast, cutout, flip, hue, noise, saturation
+from bilevel.augment import changes as module
+from bilevel.regularizers import Mixture
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))]
 ALL = {
@@ -18,6 +20,7 @@ ALL = {
     "scale": 0.4,
     "rotation": 40.0,
     "shear": 30.0,
+    "flip": 1.0,
     "brightness": 0.8,
     "contrast": 0.8,
     "saturation": 0.8,
@@ -177,9 +180,16 @@ def test_cutout_fills_with_a_colour():
     x, color = torch.zeros(3, 3, 4, 4), torch.tensor([0.1, 0.2, 0.3])
     assert torch.equal(cutout(x, 1, 24, fill=color), color.reshape(3, 1, 1).expand_as(x))
     assert torch.equal(cutout(x, 1, 24, fill=0.5), torch.full_like(x, 0.5))
-    assert torch.equal(
-        augment(x, {"holes": torch.tensor(1), "length": torch.tensor(24)}, fill=color)[0, :, 0, 0], color
-    )
+    assert torch.equal(apply(x, {"holes": torch.tensor(1), "length": torch.tensor(24)}, fill=color)[0, :, 0, 0], color)
+
+
+def test_flip_mirrors_as_often_as_asked_for():
+    """Each image whole or not at all; with the strength as the probability."""
+    x = images(1).expand(3000, -1, -1, -1)
+    y = flip(x, torch.tensor([0.0, 0.3, 1.0], dtype=torch.float64).repeat_interleave(1000))
+    mirrored = (y == x.flip(-1)).flatten(1).all(1)
+    assert torch.equal(~mirrored, (y == x).flatten(1).all(1))
+    assert mirrored.reshape(3, 1000).sum(1).tolist() == [0, pytest.approx(300, abs=60), 1000]
 
 
 def test_factors_are_uniform_around_one_and_never_negative():
@@ -237,9 +247,9 @@ def test_noise_multiplies():
 def test_strength_zero_changes_nothing_and_each_example_has_its_own(device, shape):
     x = (0.1 + 0.8 * torch.rand(shape, dtype=torch.float64)).to(device)
     zero = {name: torch.zeros(shape[0], device=device) for name in ALL}
-    assert_equal(augment(x, zero), x)
+    assert_equal(apply(x, zero), x)
     torch.testing.assert_close(
-        augment(x.float(), {name: torch.tensor(0.0, device=device) for name in ALL}), x.float(), rtol=0, atol=1e-5
+        apply(x.float(), {name: torch.tensor(0.0, device=device) for name in ALL}), x.float(), rtol=0, atol=1e-5
     )
     last = torch.zeros(shape[0], device=device)
     last[-1] = 1.0
@@ -247,29 +257,29 @@ def test_strength_zero_changes_nothing_and_each_example_has_its_own(device, shap
     for name, value in ALL.items():
         if name in ("holes", "length"):
             continue
-        y = augment(x, {name: value * last})
+        y = apply(x, {name: value * last})
         assert (y.shape, y.dtype, y.device) == (x.shape, x.dtype, x.device)
         assert_equal(y[:-1], x[:-1])
         assert ((y[-1] - x[-1]).abs().max() < 1e-9) == (grey and name in ("hue", "saturation")), name
-    cut = augment(x, {"holes": 4 * last, "length": 24 * last}) == 0
+    cut = apply(x, {"holes": 4 * last, "length": 24 * last}) == 0
     assert torch.equal(cut.flatten(1).any(1), last.bool())
 
 
-@pytest.mark.parametrize("name", [name for name in ALL if name not in ("holes", "length")])
+@pytest.mark.parametrize("name", [name for name in ALL if name not in ("holes", "length", "flip")])
 def test_equal_images_change_differently(name):
     """Also if they share one strength; and a seed gives the same again."""
     x = images(1).expand(3, -1, -1, -1)
     torch.manual_seed(1)
-    y = augment(x, {name: torch.tensor(ALL[name])})
+    y = apply(x, {name: torch.tensor(ALL[name])})
     assert not torch.allclose(y[0], y[1])
     assert not torch.allclose(y[1], y[2])
     torch.manual_seed(1)
-    assert torch.equal(augment(x, {name: torch.full((3,), ALL[name])}), y)
+    assert torch.equal(apply(x, {name: torch.full((3,), ALL[name])}), y)
 
 
 def test_the_order_is_the_documented_one(monkeypatch):
     called = []
-    for name in ("affine", "brightness", "contrast", "saturation", "hue", "noise", "cutout"):
+    for name in ("affine", "flip", "brightness", "contrast", "saturation", "hue", "noise", "cutout"):
 
         def record(x, *args, name=name, **kwargs):
             called.append(name)
@@ -278,21 +288,21 @@ def test_the_order_is_the_documented_one(monkeypatch):
         record.__name__ = name
         monkeypatch.setattr(module, name, record)
     strengths = {name: torch.tensor(value) for name, value in reversed(ALL.items())}
-    augment(images(), strengths)
-    assert called == ["affine", "brightness", "contrast", "saturation", "hue", "noise", "cutout"]
+    apply(images(), strengths)
+    assert called == ["affine", "flip", "brightness", "contrast", "saturation", "hue", "noise", "cutout"]
     assert set(module.NAMES) == set(ALL)
 
 
 def test_nothing_is_done_without_strengths():
     x = images()
-    assert augment(x, {}) is x
+    assert apply(x, {}) is x
 
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_values_stay_in_range_and_strengths_get_no_gradient(channels):
     x = torch.rand(64, channels, 8, 8)
     strengths = {name: torch.tensor(value, requires_grad=True) for name, value in ALL.items() if name != "noise"}
-    y = augment(x, strengths)
+    y = apply(x, strengths)
     assert not y.requires_grad
     assert not noise(x, torch.tensor(0.1, requires_grad=True)).requires_grad
     assert y.min() >= 0
@@ -311,10 +321,54 @@ def test_values_stay_in_range_and_strengths_get_no_gradient(channels):
         (lambda: contrast(torch.zeros(3, 4, 4), 0.5), r"x must be float images.*\(3, 4, 4\)"),
         (lambda: saturation(torch.zeros(2, 4, 4, 4), 0.5), "x must have 3 channels.*got 4"),
         (lambda: hue(torch.zeros(2, 2, 4, 4), 0.5), "x must have 3 channels.*got 2"),
-        (lambda: augment(torch.zeros(2, 3, 4, 4), {"hew": 0.1}), "no augmentation 'hew', only translation.* hue"),
-        (lambda: augment(torch.zeros(2, 3, 4, 4), {"holes": torch.tensor(1)}), "needs both 'holes' and 'length'"),
+        (lambda: apply(torch.zeros(2, 3, 4, 4), {"hew": 0.1}), "no augmentation 'hew', only translation.* hue"),
+        (lambda: apply(torch.zeros(2, 3, 4, 4), {"holes": torch.tensor(1)}), "needs both 'holes' and 'length'"),
     ],
 )
 def test_bad_inputs(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.1)
+
+
+def test_standardised_images_are_changed_as_they_were_before():
+    x, hyper = images(), {}
+    change = bilevel.augment.images(mean=MEAN, std=STD, flip=True)
+    hyper = {name: torch.rand(4, dtype=torch.float64) * entry.high for name, entry in change.hyper.items()}
+    mean, std = (torch.tensor(values, dtype=torch.float64).reshape(3, 1, 1) for values in (MEAN, STD))
+    torch.manual_seed(1)
+    changed = change.on_batch(Mixture.of((x - mean) / std, None), hyper).x
+    torch.manual_seed(1)
+    strengths = {name.removeprefix("augment."): value for name, value in hyper.items()}
+    strengths |= {"holes": 1.0, "length": 6 * strengths.pop("cutout")}
+    torch.testing.assert_close(changed * std + mean, apply(x, strengths, fill=mean.flatten()), rtol=0, atol=1e-12)
+    assert {"brightness", "hue", "flip", "rotation"} <= strengths.keys()
+
+
+@pytest.mark.parametrize(
+    ("make", "x", "message"),
+    [
+        (
+            lambda: bilevel.augment.images(color=True),
+            torch.randn(2, 3, 4, 4),
+            r"in \[0, 1\], but as they are",
+        ),
+        (lambda: bilevel.augment.images(mean=MEAN, std=STD), 20 * torch.rand(2, 3, 4, 4), "with this mean and std"),
+        (lambda: bilevel.augment.images(mean=0.5, std=1.0), torch.rand(2, 3, 4, 4), "1 values, the images have 3"),
+        (lambda: bilevel.augment.images(), torch.rand(2, 9), r"shape \(B, C, H, W\), got torch.float32"),
+        (lambda: bilevel.augment.images(mean=0.5), None, "both mean and std"),
+        (lambda: bilevel.augment.images(mean=0.5, std=0.0), None, "std positive"),
+        (lambda: bilevel.augment.images(only=["hew"]), None, "no change 'hew', only translation"),
+    ],
+)
+def test_images_that_would_be_spoilt_are_refused(make, x, message):
+    with pytest.raises(ValueError, match=message):
+        make().check(x)
+
+
+def test_images_that_fit_pass():
+    bilevel.augment.images().check(torch.randn(2, 1, 4, 4))
+    bilevel.augment.images(color=True).check(torch.rand(2, 3, 4, 4))
+    assert not any(name in bilevel.augment.images(mean=0.5, std=0.5).hyper for name in ("augment.hue",))

@@ -13,16 +13,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import bilevel
+from bilevel.functional import gaussian_noise
 
 Strength = Tensor | float
 WARPS = ("translation", "scale", "rotation", "shear")
-NAMES = (*WARPS, "brightness", "contrast", "saturation", "hue", "noise", "holes", "length")
-"""What :func:`augment` knows, in the order in which it is applied."""
+NAMES = (*WARPS, "flip", "brightness", "contrast", "saturation", "hue", "noise", "holes", "length")
+"""What :func:`apply` knows, in the order in which it is applied."""
 
 
-def augment(x: Tensor, strengths: Mapping[str, Strength], *, fill: Strength = 0.0) -> Tensor:
-    """Apply those changes whose strengths are given, in the order of :data:`NAMES`.
+def apply(x: Tensor, strengths: Mapping[str, Strength], *, fill: Strength = 0.0) -> Tensor:
+    """Apply those changes whose strengths are given, in the order of ``NAMES``.
 
     Args:
         x: Images.
@@ -36,7 +36,7 @@ def augment(x: Tensor, strengths: Mapping[str, Strength], *, fill: Strength = 0.
         ValueError: If a name is not one of them, or only one of ``holes`` and ``length`` is given.
 
     Example:
-        >>> augment(torch.ones(2, 3, 8, 8), {"hue": torch.tensor([0.0, 0.5]), "rotation": torch.tensor(45.0)}).shape
+        >>> apply(torch.ones(2, 3, 8, 8), {"hue": torch.tensor([0.0, 0.5]), "rotation": torch.tensor(45.0)}).shape
         torch.Size([2, 3, 8, 8])
     """
     unknown = [name for name in strengths if name not in NAMES]
@@ -47,7 +47,7 @@ def augment(x: Tensor, strengths: Mapping[str, Strength], *, fill: Strength = 0.
     warps = {name: strengths[name] for name in WARPS if name in strengths}
     if warps:
         x = affine(x, **warps)
-    for change in (brightness, contrast, saturation, hue, noise):
+    for change in (flip, brightness, contrast, saturation, hue, noise):
         if change.__name__ in strengths:
             x = change(x, strengths[change.__name__])
     return cutout(x, strengths["holes"], strengths["length"], fill=fill) if "holes" in strengths else x
@@ -67,6 +67,10 @@ def affine(
 
     Returns:
         Images like ``x``.
+
+    Example:
+        >>> affine(torch.ones(1, 1, 2, 2), translation=0.0).flatten()
+        tensor([1., 1., 1., 1.])
     """
     shift = _strength("translation", translation, x)
     return _warp(
@@ -78,34 +82,90 @@ def affine(
     )
 
 
+def flip(x: Tensor, strength: Strength) -> Tensor:
+    """Mirror left and right, with probability ``strength``.
+
+    Returns:
+        Images like ``x``.
+
+    Example:
+        >>> flip(torch.tensor([[[[1.0, 2.0]]], [[[1.0, 2.0]]]]), torch.tensor([0.0, 1.0])).flatten(1)
+        tensor([[1., 2.],
+                [2., 1.]])
+    """
+    strength = _strength("flip", strength, x)
+    chosen = torch.rand_like(strength) < strength
+    return torch.where(chosen[:, None, None, None], x.flip(-1), x)
+
+
 def brightness(x: Tensor, strength: Strength) -> Tensor:
-    """Multiply by a factor from ``max(0, 1 - strength)`` to ``1 + strength``."""
+    """Multiply by a factor from ``max(0, 1 - strength)`` to ``1 + strength``.
+
+    Returns:
+        Images like ``x``.
+
+    Example:
+        >>> brightness(torch.full((1, 1, 1, 2), 0.5), 0.0).flatten()
+        tensor([0.5000, 0.5000])
+    """
     factor = _factor(_strength("brightness", strength, x))
     return _blend(x, x.new_zeros(()), factor)
 
 
 def contrast(x: Tensor, strength: Strength) -> Tensor:
-    """Scale the distance to the mean luminance of the image, by a factor as for :func:`brightness`."""
+    """Scale the distance to the mean luminance of the image, by a factor as for :func:`brightness`.
+
+    Returns:
+        Images like ``x``.
+
+    Example:
+        >>> contrast(torch.full((1, 1, 1, 2), 0.5), 1.0).flatten()
+        tensor([0.5000, 0.5000])
+    """
     factor = _factor(_strength("contrast", strength, x))
     return _blend(x, _grey(x).mean((1, 2, 3), keepdim=True), factor)
 
 
 def saturation(x: Tensor, strength: Strength) -> Tensor:
-    """Scale the distance to the luminance of each pixel, by a factor as for :func:`brightness`."""
+    """Scale the distance to the luminance of each pixel, by a factor as for :func:`brightness`.
+
+    Returns:
+        Images like ``x``.
+
+    Example:
+        >>> saturation(torch.full((1, 3, 1, 1), 0.5), 1.0).flatten()
+        tensor([0.5000, 0.5000, 0.5000])
+    """
     factor = _factor(_strength("saturation", strength, x))
     return _blend(x, _grey(x), factor)
 
 
 def hue(x: Tensor, strength: Strength) -> Tensor:
-    """Turn all hues by up to ``strength`` of the circle to either side; 0.5 reaches every hue."""
+    """Turn all hues by up to ``strength`` of the circle to either side; 0.5 reaches every hue.
+
+    Returns:
+        Images like ``x``.
+
+    Example:
+        >>> hue(torch.full((1, 3, 1, 1), 0.5), 0.5).flatten()
+        tensor([0.5000, 0.5000, 0.5000])
+    """
     shift = _symmetric(_strength("hue", strength, x))
     _check_channels(x)
     return x if x.shape[1] == 1 else _shift_hue(x, shift)
 
 
 def noise(x: Tensor, strength: Strength) -> Tensor:
-    """Multiply every value by normal noise of mean one and standard deviation ``strength``; may leave [0, 1]."""
-    return x * bilevel.functional.gaussian_noise(torch.ones_like(x), _strength("noise", strength, x))
+    """Multiply every value by normal noise of mean one and standard deviation ``strength``; may leave [0, 1].
+
+    Returns:
+        Images like ``x``.
+
+    Example:
+        >>> noise(torch.ones(1, 1, 1, 2), 0.0).flatten()
+        tensor([1., 1.])
+    """
+    return x * gaussian_noise(torch.ones_like(x), _strength("noise", strength, x))
 
 
 def cutout(x: Tensor, holes: Strength, length: Strength, *, fill: Strength = 0.0, max_holes: int = 4) -> Tensor:
@@ -120,6 +180,10 @@ def cutout(x: Tensor, holes: Strength, length: Strength, *, fill: Strength = 0.0
 
     Returns:
         Images like ``x``.
+
+    Example:
+        >>> cutout(torch.ones(1, 1, 3, 3), 1.0, 9.0).sum()
+        tensor(0.)
     """
     shape = (len(x), max_holes)
     holes, length = _strength("holes", holes, x), _strength("length", length, x)
