@@ -215,7 +215,7 @@ def _tensors(value: Any) -> list[Tensor]:
 
 def _broadcasts(shapes: Sequence[Sequence[int]], shape: Sequence[int]) -> bool:
     try:
-        return torch.broadcast_shapes(*shapes) == tuple(shape)
+        return bool(torch.broadcast_shapes(*shapes) == tuple(shape))
     except RuntimeError:
         return False
 

@@ -252,7 +252,8 @@ class Lstm(Net):
             return y * (keep / (1 - rate)) if self.training else y
 
         zeros = torch.zeros(6, len(x) if self.batch_first else x.shape[1], 3, dtype=x.dtype)
-        weights = [[*self.lstm._flat_weights[4 * at : 4 * at + 4], None] for at in range(6)]
+        names = self.lstm._flat_weights_names
+        weights = [[*(getattr(self.lstm, name) for name in names[4 * at : 4 * at + 4]), None] for at in range(6)]
         options = {"layers": 3, "bidirectional": True, "batch_first": self.batch_first}
         y = plain.run(plain.lstm_cell, x, (zeros, zeros), weights, drop=drop, **options)[0]
         return self.last(

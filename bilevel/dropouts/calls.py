@@ -53,7 +53,10 @@ def spread(rate: Tensor, x: Tensor) -> Tensor:
     """
     if not rate.ndim:
         return rate
-    layout = layout_of(x, len(rate))
+    return _placed(rate, layout_of(x, len(rate)), x)
+
+
+def _placed(rate: Tensor, layout: Layout, x: Tensor) -> Tensor:
     sizes = [1] * x.ndim
     sizes[layout.dim] = -1
     rate = rate if layout.alone else rate[layout.ids(len(rate), rate.device)]
@@ -133,8 +136,21 @@ def _multi_head(*args: Any, **kwargs: Any) -> Call:
 
 def _recurrent(function: Any, *args: Any) -> Call:
     """The dropout between layers; PyTorch has none behind the last."""
-    _, layers, rate, train, *_ = args[4 if is_packed(args) else 3 :]
-    return Call(rate, train and layers > 1, False, lambda new: recurrent(function, *args, drop=partial(_drop, new)))
+    packed = is_packed(args)
+    _, layers, rate, train, *rest = args[4 if packed else 3 :]
+
+    def run(new: Tensor) -> Any:
+        # All layers have the examples where the input has them: in the dimension that the network counts sequences in.
+        x, batch = args[0], Layout(0) if not packed and rest[1] else Layout(1)
+        plain = following.get() is None and not packed and x.shape[batch.dim] == new.numel()
+        layout = batch if plain or not new.ndim else layout_of(x, len(new))
+
+        def between(y: Tensor) -> Tensor:
+            return drop(y, _placed(new, layout, y) if new.ndim else new)
+
+        return recurrent(function, *args, drop=between)
+
+    return Call(rate, train and layers > 1, False, run)
 
 
 def _drop(rate: Tensor, shares: Tensor) -> Tensor:

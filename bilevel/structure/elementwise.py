@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -192,22 +193,27 @@ def entries(mode: Respond, function: Any, *args: Any, **kwargs: Any) -> Tensor:
     return pointwise(mode, function, *args, **kwargs)
 
 
-INPLACE = {
+INPLACE: dict[Any, Any] = {
     **{getattr(Tensor, name): getattr(torch, name.strip("_")) for name in ("add_", "sub_", "mul_", "div_")},
     Tensor.__iadd__: torch.add,
     Tensor.__isub__: torch.sub,
     Tensor.__imul__: torch.mul,
     Tensor.__itruediv__: torch.div,
     Tensor.masked_fill_: torch.masked_fill,
-    Tensor.copy_: None,
 }
-KINDS = {torch.add: shift, torch.sub: difference, torch.mul: scale, torch.div: scale, torch.masked_fill: fill}
+KINDS: dict[Any, Callable[..., Tensor]] = {
+    torch.add: shift,
+    torch.sub: difference,
+    torch.mul: scale,
+    torch.div: scale,
+    torch.masked_fill: fill,
+}
 
 
 @rule(*INPLACE)
 def in_place(mode: Respond, function: Any, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """``x += weight`` changes the activation, and all that shares its memory."""
-    if mode.responds(input) or INPLACE[function] is None or not mode.layouts.known(input):
+    if mode.responds(input) or not mode.layouts.known(input):
         raise NoRule(mode.refusal(mode.name(input, *args), function, "which changes something in place"))
     before = input.clone()  # products keep their factors for the backward pass
     mode.layouts.note(before, mode.layouts.of(input))

@@ -33,7 +33,8 @@ def move(mode: Respond, function: Any, input: Tensor, *args: Any, **kwargs: Any)
 
         def part(whole: Tensor, index: int = index, single: bool = single) -> Tensor:
             result = function(whole, *args, **kwargs)
-            return result if single else result[index]
+            chosen: Tensor = result if single else result[index]
+            return chosen
 
         more = tuple((term[index], part(template)) for term, (_, template) in zip(terms[1:], found.more, strict=True))
         mode.register(weight, input, part, terms[0][index], more=more)

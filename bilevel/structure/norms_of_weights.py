@@ -41,7 +41,8 @@ def weight_norm(mode: Respond, function: Any, v: Tensor, g: Tensor, dim: int = 0
                 def plain(v: Tensor, g: Tensor) -> Tensor:
                     return v * (g / v.square().sum(list(places), keepdim=True).sqrt())
 
-                return mode.by_example(plain, v, g)
+                result: Tensor = mode.by_example(plain, v, g)
+                return result
     return _scaled(mode, v, g, [*places], 0.0)
 
 
@@ -75,9 +76,11 @@ def _scaled(mode: Respond, v: Tensor, g: Tensor | None, dims: Sequence[int], eps
             assert own is not None
             terms.append((0 * own.factor, result))
     else:
-        sizes = size if lengths is None else g + lengths.factor * lengths.template
+        change = None if lengths is None else lengths.factor * lengths.template
+        sizes = size if change is None else size + change
         if own is None:
-            terms.append((sizes - size, unit))
+            assert change is not None
+            terms.append((change, unit))
         elif own.grows:
             grown = 1 + own.factor
             terms.append((sizes * grown / length(grown.square() * square) - size / n, v))
