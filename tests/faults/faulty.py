@@ -79,9 +79,12 @@ def _quietly(action: Callable[[], object]) -> None:
     action()
 
 
-def in_child(action: Callable[[], object], *, send: int | None = None, after: float = 0.0) -> int:
+def in_child(
+    action: Callable[[], object], *, send: int | None = None, after: float = 0.0, ready: Path | None = None
+) -> int:
     """Run ``action`` in a process of its own, send it a signal after some time, and return its exit status.
 
+    The time begins when ``ready`` is there.
     The process is forked by one that has made no gradients yet: autograd's threads do not survive a fork.
     """
     context = multiprocessing.get_context("forkserver")
@@ -91,6 +94,8 @@ def in_child(action: Callable[[], object], *, send: int | None = None, after: fl
         child = context.Process(target=_quietly, args=(action,))
         child.start()
     if send is not None:
+        while ready is not None and child.is_alive() and not ready.exists():
+            time.sleep(0.001)
         time.sleep(after)
         assert child.pid is not None
         with suppress(ProcessLookupError):  # it may have come to its end

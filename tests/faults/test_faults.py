@@ -43,16 +43,20 @@ def whole():
 @pytest.mark.parametrize(("kind", "number", "many"), [(KILL, 2, 200), (TERMINATE, 1, 200), (INTERRUPT, 1, 100)])
 def test_ended_at_any_moment_a_run_goes_on_to_the_last_bit(tmp_path, whole, method, kind, number, many):
     expected, seconds = whole(method)
-    number, ended = count(number, -(-many // len(METHODS))), 0
-    for index, after in enumerate(moments(METHODS.index(method), number, 1.3 * seconds)):
-        file = tmp_path / f"{index}.pt"
-        status = in_child(partial(run, method, file, evaluate_every=2), send=kind, after=after)
+    number, between, writing = count(number, -(-many // len(METHODS))), 0, 0
+    for index, after in enumerate(moments(METHODS.index(method), number, seconds)):
+        file, log = tmp_path / f"{index}.pt", tmp_path / f"{index}.pt.jsonl"
+        # Some of them before the run begins, the others from its first line on.
+        ready = None if index % 8 == 7 else log
+        status = in_child(partial(run, method, file, evaluate_every=2), send=kind, after=after, ready=ready)
         assert status in ((0, -KILL) if kind == KILL else (0, -kind, 1))  # 1: before the run has set its handlers
-        rounds = len(events.read(f"{file}.jsonl").rows) if (tmp_path / f"{index}.pt.jsonl").exists() else 0
-        ended += rounds < 12
+        between += 0 < (len(events.read(log).rows) if log.exists() else 0) < 12
+        writing += any(tmp_path.glob(f"{index}.pt.*.part"))
         assert_same(result(run(method, file)), expected)
     tally(f"{kind.name} at random moments of runs of all methods, resumed bit for bit", number)
-    tally(f"{kind.name}, of these before the last round", ended)
+    tally(f"{kind.name}, of these between the first and the last round", between)
+    if kind == KILL:
+        tally(f"{kind.name}, of these in the middle of writing a checkpoint", writing)
 
 
 def test_a_signal_during_the_rounds_returns_the_solution(tmp_path, whole):
