@@ -251,7 +251,7 @@ def test_classes_in_the_last_dimension():
         partial(F.huber_loss, delta=0.5),
         nn.BCEWithLogitsLoss(pos_weight=torch.tensor([2.0] * 5, dtype=torch.float64)),
     ],
-    ids=str,
+    ids=["mse", "MSE", "MSE, sum", "L1", "smooth L1", "Huber", "BCE"],
 )
 def test_losses_of_torch_are_split(loss):
     target = LOGITS.flip(0).sigmoid()
