@@ -55,14 +55,11 @@ def test_networks_of_transformers(transformers, kind, classes, name):
     """Batches of a tokenizer, and the loss that the network computes itself."""
     torch.manual_seed(0)
     net = tiny(transformers, kind)
-    method = "centered_stn" if kind == "t5" else "delta_stn"
-    if kind == "gpt2":
-        method = bilevel.DeltaSTN(perturb="batch")
     train = [transformers.BatchEncoding(tokens(classes=classes))]
     valid = [tokens(classes=classes, seed=1)]
-    if kind == "t5":
-        method = bilevel.CenteredSTN(perturb="batch")
+    method = bilevel.DeltaSTN(perturb="batch") if kind == "t5" else "delta_stn"
     result = bilevel.tune(net, train, valid, label_smoothing=True, method=method, **QUICK)
+    assert result.solver.response.per_example == (kind != "t5")
     assert {"label_smoothing"} < set(result.hyper)
     assert any(key.startswith("dropout.") for key in result.hyper)
     assert result.problem.user_losses["inner_loss"].criterion.name == name
