@@ -28,7 +28,7 @@ ORDER = [
         "precision",
         "rng",
     },
-    {"dropouts"},
+    {"dropouts", "parallel"},
     {"compilation", "history", "problem"},
     {"linear_solvers", "plotting", "structure"},
     {"checks", "report"},

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from bilevel.arguments import length
 from bilevel.checkpoint import CheckpointError
 from bilevel.loop.fingerprint import digest
+from bilevel.parallel import Shared
 from bilevel.rng import Stream
 
 
@@ -29,7 +30,7 @@ class Feed:
 
         Args:
             name: Of the argument.
-            loader: Batches.
+            loader: Batches, or the share of this process in them.
             stream: To draw from.
             kept: Remember what :meth:`state_dict` needs.
         """
@@ -38,6 +39,7 @@ class Feed:
         self.stream = stream
         self.passes = 0
         self._kept = kept
+        self._source = loader.loader if isinstance(loader, Shared) else self.loader
         self._stateful = kept and name == "train" and _is_stateful(self.loader)
         self._length = length(self.loader)
         self._given = 0
@@ -82,7 +84,7 @@ class Feed:
             Plain types and tensors.
         """
         state = {"passes": self.passes, "given": self._given, "start": self._start, "first": self._first}
-        state["generators"] = [_state_of(generator) for generator in generators(self.loader)]
+        state["generators"] = [_state_of(generator) for generator in generators(self._source)]
         if self._stateful:
             state["loader"] = self.loader.state_dict()  # type: ignore[attr-defined]
         return state
@@ -109,16 +111,26 @@ class Feed:
             problem = self._read_again(state)
         if problem is not None and changed:
             self._given, self._iterator, self.passes = 0, None, state["passes"]
-        for generator, saved in zip(generators(self.loader), state["generators"], strict=False):
+        for generator, saved in zip(generators(self._source), state["generators"], strict=False):
             _restore(generator, saved)
         return problem
+
+    def begin_pass(self, passes: int) -> None:
+        """Begin a new pass.
+
+        Args:
+            passes: How many were made before.
+        """
+        self.passes, self._given, self._iterator = passes, 0, None
 
     def _read_again(self, state: dict[str, Any]) -> str | None:
         """Draw the batches of the pass that was under way; of one that was over, the first one."""
         start = state["start"]
         self.stream.load_state_dict(start["stream"])
+        if isinstance(self.loader, Shared):
+            self.loader.order.load_state_dict(start["order"])
         set_global(start["global"])
-        own = generators(self.loader)
+        own = generators(self._source)
         if len(own) != len(start["generators"]):
             return f"{self.name}: it has {len(own)} random generators, and had {len(start['generators'])}"
         for generator, saved in zip(own, start["generators"], strict=True):
@@ -138,8 +150,9 @@ class Feed:
     def _now(self) -> dict[str, Any]:
         if not self._kept:
             return {}
-        own = [_state_of(generator) for generator in generators(self.loader)]
-        return {"stream": self.stream.state_dict(), "global": get_global(), "generators": own}
+        own = [_state_of(generator) for generator in generators(self._source)]
+        order = {"order": self.loader.order.state_dict()} if isinstance(self.loader, Shared) else {}
+        return {"stream": self.stream.state_dict(), "global": get_global(), "generators": own, **order}
 
     def _end_pass(self) -> None:
         self.passes += 1

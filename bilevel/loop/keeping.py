@@ -17,7 +17,9 @@ from bilevel.loop.run import Run
 class Keeper:
     """Writes the log and the checkpoints of a run. A write that fails is a warning, and is tried again later."""
 
-    def __init__(self, checkpoint: Path | None, log: Path | None, *, keep: int, every: float | None) -> None:
+    def __init__(
+        self, checkpoint: Path | None, log: Path | None, *, keep: int, every: float | None, follows: bool = False
+    ) -> None:
         """Take the files.
 
         Args:
@@ -25,12 +27,14 @@ class Keeper:
             log: Where to write the log; beside the checkpoint by default.
             keep: How many checkpoints to keep.
             every: Seconds between two checkpoints at most, beside those of validation passes.
+            follows: Whether another process writes, to which this one hands its part.
 
         Raises:
             CheckpointError: If a file cannot be used.
         """
         self.store = None if checkpoint is None else Store(checkpoint, keep)
         self._every = every
+        self._follows = follows
         self._saved_at = time.perf_counter()
         self._saved_round = -1
         self._rows = 0
@@ -90,6 +94,8 @@ class Keeper:
             resumed: Whether it goes on from a checkpoint.
         """
         self._rows, self._saved_round = len(run.history), run.rounds if resumed else -1
+        if self._follows:
+            run.state_dict()
         if self.store is not None:
             encode(run.state_dict())
         if self.log is not None:
@@ -103,11 +109,11 @@ class Keeper:
             self._flush()
 
     def after_round(self, run: Run, *, save: bool) -> None:
-        """Write the new rows, and a checkpoint if it is time.
+        """Write the new rows, and a checkpoint if it is time for one.
 
         Args:
             run: Between two rounds.
-            save: Write a checkpoint in any case.
+            save: Write a checkpoint, too.
         """
         if self.log is not None:
             used = memory(run.solver.problem.device)
@@ -115,12 +121,22 @@ class Keeper:
                 self.log.write("round", row | {"memory": used})
             self._rows = len(run.history)
             self._flush()
-        due = self._every is not None and time.perf_counter() - self._saved_at >= self._every
-        if self.store is not None and (save or due):
+        if (self.store is not None or self._follows) and save:
             self.save(run)
+
+    def due(self) -> bool:
+        """Whether it is time for a checkpoint.
+
+        Returns:
+            The answer of this process.
+        """
+        return self._every is not None and time.perf_counter() - self._saved_at >= self._every
 
     def save(self, run: Run) -> None:
         """Write a checkpoint, unless there is one of this round."""
+        if self._follows and self._saved_round != run.rounds:
+            run.state_dict()
+            self._saved_round = run.rounds
         if self.store is None or self.log is None or self._saved_round == run.rounds:
             return
         self._saved_at = time.perf_counter()

@@ -10,6 +10,7 @@ from bilevel.checkpoint import CheckpointError
 from bilevel.loop.fingerprint import FIXED, OPTIMIZERS, differences
 from bilevel.loop.keeping import Keeper
 from bilevel.loop.run import Run
+from bilevel.loop.together import own_part
 from bilevel.solver import Solver
 
 SAME_STATE = ({"Adam", "AdamW"},)
@@ -60,18 +61,31 @@ def go_on(run: Run, state: dict[str, Any], keeper: Keeper, *, override: bool) ->
         fixed = {name: words for name, words in changed.items() if name in FIXED}
         if changed and (fixed or not override):
             _refuse(keeper, fixed or changed, possible=not fixed)
+        passes = {name: entry["passes"] for name, entry in state["feeds"].items()}
+        state = own_part(run, state)
         for feed in (run.train, run.valid):
+            if state["feeds"] is None:  # another number of processes, with other shares
+                feed.begin_pass(passes[feed.name])
+                continue
             problem = feed.load_state_dict(state["feeds"][feed.name], changed=override)
             if problem is not None and not override:
                 _refuse(keeper, {feed.name: problem}, possible=True)
         if override:
             state = state | {"solver": _taken_over(run.solver, state["solver"], state["fingerprint"], changed)}
-        run.load_state_dict(state, keeper.history(state, lenient=override))
+        run.load_state_dict(state, _history(run, keeper, state, lenient=override))
     except CheckpointError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
         where = None if keeper.store is None else keeper.store.path
         raise CheckpointError(f"checkpoint: {where} does not fit this run: {error}") from error
+
+
+def _history(run: Run, keeper: Keeper, state: dict[str, Any], *, lenient: bool) -> list[dict[str, float]]:
+    """The rows so far, which the first process reads for all."""
+    group = run.solver.group
+    if group is None:
+        return keeper.history(state, lenient=lenient)
+    return group.from_main(lambda: keeper.history(state, lenient=lenient))
 
 
 def _refuse(keeper: Keeper, changed: dict[str, str], *, possible: bool) -> None:

@@ -55,8 +55,9 @@ def _check_wrappers(module: nn.Module) -> None:
         where = f"inner.{name}" if name else "inner"
         if isinstance(part, nn.DataParallel | nn.parallel.DistributedDataParallel):
             raise ValueError(
-                f"{where} is a {type(part).__name__}: pass the module inside, net.module. Several processes or devices "
-                "are not supported yet."
+                f"{where} is a {type(part).__name__}, whose gradients bilevel cannot differentiate again: pass the "
+                "module inside, net.module. Under torchrun, bilevel itself gives each process its share of the batches "
+                "and averages what they find."
             )
         if dynamo is not None and isinstance(part, dynamo.OptimizedModule):
             raise ValueError(
