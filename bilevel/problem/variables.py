@@ -89,7 +89,7 @@ class Variables(nn.Module):
             copies = None if self.group is None else {name: tensors[name] for name in live}
             output = self.problem.call(tensors, args, kwargs)
             if update_buffers and copies is not None:
-                self.changed |= {name for name, copy in copies.items() if tensors[name] is not copy or copy._version}
+                self._look_for_changes(live, copies, tensors)
             if update_buffers:
                 with torch.no_grad():
                     for name, buffer in live.items():
@@ -102,6 +102,16 @@ class Variables(nn.Module):
             return output
 
         return predict
+
+    def _look_for_changes(
+        self, before: Mapping[str, Tensor], copies: Mapping[str, Tensor], after: Mapping[str, Tensor]
+    ) -> None:
+        """Note which buffers a pass has changed."""
+        for name in before.keys() - self.changed:
+            if after[name] is not copies[name] or copies[name]._version > 0:
+                self.changed |= {name}
+            elif self._moving is None and not torch.equal(before[name], after[name]):
+                self.changed |= {name}  # BatchNorm does not say that it writes into its statistics
 
     def moving(self, group: Group) -> tuple[str, ...]:
         """The buffers that steps change, such as BatchNorm statistics, which the processes average after each step.

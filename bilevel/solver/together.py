@@ -113,6 +113,8 @@ def of_this_process(saved: dict[str, Any], own: dict[str, Any], group: Group | N
     Raises:
         ValueError: If it is none.
     """
+    if "ranks" not in saved and saved["streams"].keys() == own["streams"].keys():
+        return saved
     ranks = saved.get("ranks", [saved["streams"]])
     if not isinstance(ranks, list) or not all(isinstance(entry, dict) for entry in ranks):
         raise ValueError("state does not fit this solver: its ranks are no list of random streams.")
