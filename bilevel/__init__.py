@@ -1,6 +1,6 @@
 """Bilevel optimization in PyTorch: write two losses, call :func:`solve`, swap the method by one argument."""
 
-from bilevel import functional, nn, plotting, report, structure
+from bilevel import functional, nn, parallel, plotting, report, structure
 from bilevel.checkpoint import CheckpointError, CheckpointWarning
 from bilevel.diagnostics import Comparison, Diagnose, Diagnosis, diagnose
 from bilevel.dropouts import dropout_rates, dropout_rule
@@ -73,6 +73,7 @@ __all__ = [
     "l1",
     "l2",
     "nn",
+    "parallel",
     "plotting",
     "positive",
     "real",

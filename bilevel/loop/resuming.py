@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from bilevel.arguments import check_integer
 from bilevel.checkpoint import CheckpointError
@@ -13,6 +14,7 @@ from bilevel.loop.run import Run
 from bilevel.loop.together import own_part
 from bilevel.solver import Solver
 
+Value = TypeVar("Value")
 SAME_STATE = ({"Adam", "AdamW"},)
 """Optimizers that remember the same."""
 
@@ -57,7 +59,7 @@ def go_on(run: Run, state: dict[str, Any], keeper: Keeper, *, override: bool) ->
             check_integer(key, state[key], 0)
         if not isinstance(state["seconds"], float) or not state["seconds"] >= 0:
             raise ValueError("its seconds are no time")
-        changed = differences(state["fingerprint"], run.fingerprint)
+        changed = _from_main(run, lambda: differences(state["fingerprint"], run.fingerprint))
         fixed = {name: words for name, words in changed.items() if name in FIXED}
         if changed and (fixed or not override):
             _refuse(keeper, fixed or changed, possible=not fixed)
@@ -72,7 +74,8 @@ def go_on(run: Run, state: dict[str, Any], keeper: Keeper, *, override: bool) ->
                 _refuse(keeper, {feed.name: problem}, possible=True)
         if override:
             state = state | {"solver": _taken_over(run.solver, state["solver"], state["fingerprint"], changed)}
-        run.load_state_dict(state, _history(run, keeper, state, lenient=override))
+        rows = _from_main(run, lambda: keeper.history(state, lenient=override))
+        run.load_state_dict(state, rows)
     except CheckpointError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -80,12 +83,10 @@ def go_on(run: Run, state: dict[str, Any], keeper: Keeper, *, override: bool) ->
         raise CheckpointError(f"checkpoint: {where} does not fit this run: {error}") from error
 
 
-def _history(run: Run, keeper: Keeper, state: dict[str, Any], *, lenient: bool) -> list[dict[str, float]]:
-    """The rows so far, which the first process reads for all."""
+def _from_main(run: Run, function: Callable[[], Value]) -> Value:
+    """What the first process finds, whose fingerprint was saved and who has the log."""
     group = run.solver.group
-    if group is None:
-        return keeper.history(state, lenient=lenient)
-    return group.from_main(lambda: keeper.history(state, lenient=lenient))
+    return function() if group is None else group.from_main(function)
 
 
 def _refuse(keeper: Keeper, changed: dict[str, str], *, possible: bool) -> None:
