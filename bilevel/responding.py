@@ -12,6 +12,8 @@ from torch.utils import _pytree as pytree
 class Rows(NamedTuple):
     r"""The change of one weight, :math:`f \odot_{\text{row}} \mathbf{R}`, not multiplied out.
 
+    Rows are the indices of dimension 0, or those of dimension 1 where dimension 0 has one index only.
+
     Attributes:
         factor: One number per row, shape ``(rows,)``, or one per example and row, shape ``(B, rows)``.
         template: :math:`\mathbf{R}`, of the shape of the weight.
@@ -20,15 +22,24 @@ class Rows(NamedTuple):
     factor: Tensor
     template: Tensor
 
+    def spread(self) -> Tensor:
+        """The factor with the dimensions of the weight, those of size one in which all numbers share a row.
+
+        Returns:
+            A tensor of shape ``(*sizes,)`` or ``(B, *sizes)``.
+        """
+        shape, count = self.template.shape, self.factor.shape[-1]
+        dim = 0 if shape[:1] in ((), (count,)) else 1
+        sizes = [count if index == dim else 1 for index in range(len(shape))]
+        return self.factor.reshape([*self.factor.shape[:-1], *sizes])
+
     def change(self) -> Tensor:
         """The product, for each example if there are several.
 
         Returns:
             A tensor of shape ``(*weight.shape,)`` or ``(B, *weight.shape)``.
         """
-        if self.template.ndim == 0:
-            return self.factor.squeeze(-1) * self.template
-        return self.factor.reshape(*self.factor.shape, *[1] * (self.template.ndim - 1)) * self.template
+        return self.spread() * self.template
 
 
 @final

@@ -297,7 +297,7 @@ class Term:
 
 
 def terms(response: HypernetworkResponse, hyper: Tensor, noise: Tensor, batch: object = None) -> list[Term]:
-    """The terms of the inner loss under one perturbation, with gradients of shapes (m,) and (m, h)."""
+    """The terms of the inner loss under one perturbation, the reported one first, with gradients (m,) and (m, h)."""
 
     def joined(gradients: list[Tensor | None], start: int) -> Tensor | None:
         if all(gradient is None for gradient in gradients):
@@ -313,7 +313,7 @@ def terms(response: HypernetworkResponse, hyper: Tensor, noise: Tensor, batch: o
         result.append(
             Term(loss.value.detach(), joined(list(gradients[: len(weights)]), 0), None if theta is None else theta.T)
         )
-    return result
+    return [result.pop(response.reported), *result]
 
 
 def expected_terms(response: HypernetworkResponse, hyper: Tensor, scale: Tensor, batch: object = None) -> list[Term]:

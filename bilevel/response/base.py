@@ -85,6 +85,7 @@ class BestResponse(nn.Module, ABC):
         steps: The steps that :meth:`forward` made last.
         doubts: A list, during an outer step, to which the method adds what it would otherwise read from the device
             itself: the solver reads everything at once. None means that a method settles its doubts alone.
+        reported: Which of the terms of :meth:`inner_loss` is the loss to report.
         antithetic_outer: Whether a perturbed outer loss is averaged over the perturbation and its negative.
         pure: Whether the solver may compile the steps around its methods. They may then read only its parameters and
             buffers, the problem and their arguments, and change only its buffers. :meth:`forward` may not read its
@@ -99,6 +100,7 @@ class BestResponse(nn.Module, ABC):
     restarts: bool = False
     steps: Steps | None = None
     doubts: list[Doubt] | None = None
+    reported: int = 0
     antithetic_outer: bool = False
     pure: bool = False
     can_compile: bool = False
@@ -118,7 +120,7 @@ class BestResponse(nn.Module, ABC):
         """The terms whose sum the parameters of this module minimise.
 
         A generator: each term is differentiated before the next one is computed, so that one graph is alive at a time.
-        The first term is the one to report.
+        The first term is the one to report, unless ``reported`` says otherwise.
 
         Args:
             hyper: The current hyperparameters, shape ``(h,)``.

@@ -33,7 +33,7 @@ from typing_extensions import override
 from bilevel.problem import Loss, Model, Problem
 from bilevel.response.hypernetwork import Hypernetwork, HypernetworkResponse
 from bilevel.rng import Repeated
-from bilevel.structure import Theta
+from bilevel.structure import Theta, at_center
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +67,8 @@ class Centered(Hypernetwork):
 class CenteredResponse(HypernetworkResponse):
     r"""The learned :math:`\theta = \{w_0, \Theta\}`, each with an objective of its own."""
 
+    reported = -1
+
     def __init__(self, problem: Problem, settings: Centered) -> None:
         """Start with no response to the hyperparameters."""
         super().__init__(problem, settings)
@@ -94,18 +96,19 @@ class CenteredResponse(HypernetworkResponse):
 
     @override
     def inner_loss(self, hyper: Tensor, batch: Any) -> Iterator[Loss]:
-        r"""The unperturbed loss for :math:`w_0`, then the perturbed one or two for :math:`\Theta`."""
+        r"""The perturbed loss or two for :math:`\Theta`, then the unperturbed one for :math:`w_0`."""
+        # In this order the gradient of all weights need not wait in memory while Θ learns.
         noise = self.perturbation(batch)
         again = Repeated(self.problem.device) if self.antithetic or self.subtracts else nullcontext
-        with again():
-            loss = self._unperturbed(hyper, noise, batch)
-        yield loss
         signs = (1, -1) if self.antithetic else (1,)
         for sign in signs:
             shift = sign * noise
             with again():
                 loss = self.problem.inner_loss(self.perturbed(shift), hyper + shift, batch)
             yield Loss(loss.value / len(signs), loss.aux)
+        with again():
+            loss = self._unperturbed(hyper, noise, batch)
+        yield loss
 
     def _unperturbed(self, hyper: Tensor, noise: Tensor, batch: Any) -> Loss:
         if not self.subtracts:
@@ -117,4 +120,6 @@ class CenteredResponse(HypernetworkResponse):
     @override
     def forward(self, hyper: Tensor, train_batch: Any = None, center: Tensor | None = None) -> Model:
         r"""The model with weights :math:`w_0 + \Theta (\lambda - \lambda_0)`."""
-        return self.affine(hyper - (hyper.detach() if center is None else center))
+        if center is not None or hyper.ndim > 1:
+            return self.affine(hyper - (hyper.detach() if center is None else center))
+        return self.inner.model(at_center(self.theta, hyper, self.inner.params()))

@@ -169,25 +169,24 @@ class Differentiation:
     ) -> tuple[Loss, list[Tensor], list[Tensor | None]]:
         """The loss to report, all terms, and the gradients of their sum in one list."""
         total: list[Tensor | None] = [None] * len(params)
-        first: Loss | None = None
-        values = []
+        found: list[Loss] = []
         for term in self._response.inner_loss(hyper, batch):
             if not isinstance(term, Loss):
                 raise TypeError(
                     f"{type(self._response).__name__}.inner_loss must yield bilevel.Loss, as problem.inner_loss "
                     f"returns it; got {type(term).__name__}."
                 )
-            first = Loss(term.value.detach(), _detached(term.aux)) if first is None else first
-            values.append(term.value.detach())
+            found.append(Loss(term.value.detach(), _detached(term.aux)))
             new = self._differentiate("inner_loss", term.value, params)
             safe_point()
             total = [b if a is None else a if b is None else a + b for a, b in zip(total, new, strict=True)]
-        if first is None or all(gradient is None for gradient in total[: len(self._weights)]):
+        if not found or all(gradient is None for gradient in total[: len(self._weights)]):
             raise ValueError(
                 "inner_loss does not depend on the weights: compute it from model(...) and model.params, not from your "
                 "own module, and without detach() or no_grad()."
             )
-        return first, values, total
+        reported = found.pop(self._response.reported)
+        return reported, [reported.value, *(term.value for term in found)], total
 
     def _slopes(
         self, scale: Sequence[Tensor], hyper: Tensor, train_batch: Any, valid_batch: Any, steps: tuple[int, int] | None
@@ -219,7 +218,7 @@ class Differentiation:
         direct, through_weights = (hyper.clone().requires_grad_() for _ in range(2))
         drawn = self._response.outer_perturbation(valid_batch)
         noise = torch.zeros_like(direct) if drawn is None else sign * drawn
-        model = self._response(through_weights + noise, train_batch, hyper)
+        model = self._response(through_weights + noise, train_batch, None if drawn is None else hyper)
         if not isinstance(model, Model):
             raise TypeError(
                 f"{type(self._response).__name__}.forward must return a bilevel.Model, got {type(model).__name__}."

@@ -123,15 +123,13 @@ class Snapshot:
             first = len(self.changed()) - len(buffers)
             tensors[first : first + len(buffers)] = buffers
         self._doubtful, self.flag = None, flag
-        if [_kind(tensor) for tensor in tensors] != [_kind(tensor) for tensor in self._copies]:
-            copies = [tensor.clone(memory_format=torch.preserve_format) for tensor in tensors]
-            if flag is None or self._view is None:
-                self._view, self._copies = view._replace(tensors=[]), copies
-            else:
-                self._doubtful = view._replace(tensors=[]), copies
-        elif flag is None:
-            torch._foreach_copy_(self._copies, tensors)
+        if flag is None or self._view is None:
+            self._view = None  # what is copied below is whole only at the end
+            self._copies = _copied(tensors, self._copies)
             self._view = view._replace(tensors=[])
+        elif [_kind(tensor) for tensor in tensors] != [_kind(tensor) for tensor in self._copies]:
+            copies = [tensor.clone(memory_format=torch.preserve_format) for tensor in tensors]
+            self._doubtful = view._replace(tensors=[]), copies
         else:
             for kept, tensor in zip(self._copies, tensors, strict=True):
                 kept.copy_(torch.where(flag, tensor, kept))
@@ -199,6 +197,21 @@ def _nest(function: Callable[[Any], Any], value: Any) -> Any:
     if isinstance(value, dict):
         return {key: function(part) for key, part in value.items()}
     return type(value)(function(part) for part in value)
+
+
+def _copied(tensors: list[Tensor], old: list[Tensor]) -> list[Tensor]:
+    """Copies, in the memory of old ones where they fit: a state that grows must not be there twice."""
+    if [_kind(tensor) for tensor in tensors] == [_kind(tensor) for tensor in old]:
+        torch._foreach_copy_(old, tensors)
+        return [*old]
+    free: dict[tuple[Any, ...], list[Tensor]] = {}
+    for tensor in old:
+        free.setdefault(_kind(tensor), []).append(tensor)
+    copies = []
+    for tensor in tensors:
+        fitting = free.get(_kind(tensor))
+        copies.append(fitting.pop().copy_(tensor) if fitting else tensor.clone(memory_format=torch.preserve_format))
+    return copies
 
 
 def _kind(tensor: Tensor) -> tuple[Any, ...]:

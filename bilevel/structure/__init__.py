@@ -2,6 +2,7 @@
 
 from bilevel.structure import attention, convolution, elementwise, linear, moves, norms  # which register their rules
 from bilevel.structure.by_rows import ByRows
+from bilevel.structure.center import at_center
 from bilevel.structure.choice import STRUCTURES, Theta, choose, make
 from bilevel.structure.dense import Dense
 from bilevel.structure.gate import Gate
@@ -16,6 +17,7 @@ __all__ = [
     "Respond",
     "Rowwise",
     "Theta",
+    "at_center",
     "attention",
     "choose",
     "convolution",

@@ -18,7 +18,7 @@ class ByRows(nn.Module, ABC):
     r"""A response :math:`(\mathbf{U} \delta) \odot_{\text{row}} \mathbf{R}`, where :math:`\mathbf{R}` is left open.
 
     A row is an index of dimension 0: an output unit of a linear layer, an output channel of a convolution, an entry of
-    a bias. :math:`\mathbf{U}` starts at zero, so that nothing responds at first.
+    a bias; :meth:`count` says otherwise. :math:`\mathbf{U}` starts at zero, so that nothing responds at first.
 
     Attributes:
         names: Of the weights that respond.
@@ -36,7 +36,7 @@ class ByRows(nn.Module, ABC):
         """
         super().__init__()
         self.names = list(params)
-        self.counts = [weight.shape[0] if weight.ndim else 1 for weight in params.values()]
+        self.counts = [self.count(weight) for weight in params.values()]
         self.max_gigabytes = max_gigabytes
         like, rows = next(iter(params.values())), sum(self.counts)
         gigabytes = (rows * size + numbers) * like.element_size() / 1e9
@@ -51,6 +51,17 @@ class ByRows(nn.Module, ABC):
         # One matrix for the rows of all weights, so that one product serves them all. It is transposed, because
         # products with few hyperparameters are many times faster along its rows.
         self.factor = nn.Parameter(torch.zeros(size, rows, dtype=like.dtype, device=like.device))
+
+    def count(self, weight: Tensor) -> int:
+        """The number of rows of a weight.
+
+        Args:
+            weight: Of any shape.
+
+        Returns:
+            The size of dimension 0, or that of dimension 1 if there is only one index in dimension 0.
+        """
+        return weight.shape[0] if weight.ndim else 1
 
     @abstractmethod
     def template(self, index: int, weight: Tensor) -> Tensor:
@@ -116,6 +127,27 @@ class ByRows(nn.Module, ABC):
         """
         return {name: rows.change() for name, rows in self.rows(shift, weights).items()}
 
+    def transposed(self, cotangents: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Tensor:
+        r"""The transposed action on cotangents of the weights, without a product as large as a weight.
+
+        .. math:: \sum_r \mathbf{U}_r\, (\mathbf{C}_r^\top \mathbf{R}_r)
+
+        Args:
+            cotangents: Of some of the weights, by name; others are not looked at.
+            weights: Their present values, by name.
+
+        Returns:
+            Shape ``(h,)``.
+        """
+        sums = []
+        for index, (name, count) in enumerate(zip(self.names, self.counts, strict=True)):
+            if name in cotangents:
+                c, r = cotangents[name].to(self.factor.dtype), self.template(index, weights[name])
+                sums.append((c.reshape(count, 1, -1) @ r.reshape(count, -1, 1)).reshape(count))
+            else:
+                sums.append(self.factor.new_zeros(count))
+        return self.factor @ torch.cat(sums)
+
 
 class _SlopeOnly(torch.autograd.Function):
     """Zero, with the slope of a product in its second factor; the product itself is spared."""
@@ -123,7 +155,7 @@ class _SlopeOnly(torch.autograd.Function):
     @staticmethod
     @override
     def forward(shift: Tensor, factor: Tensor) -> Tensor:
-        return factor.new_zeros(*shift.shape[:-1], factor.shape[-1])
+        return factor.new_zeros(()).expand(*shift.shape[:-1], factor.shape[-1])
 
     @staticmethod
     @override

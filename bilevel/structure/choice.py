@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import final
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
@@ -101,6 +102,25 @@ class Theta(nn.Module):
     def names(self) -> list[str]:
         """Of the weights that respond by rows."""
         return [name for part in self.by_rows for name in part.names]
+
+    @property
+    def all_names(self) -> list[str]:
+        """Of the weights that respond in any way."""
+        return self.names if self.dense is None else [*self.names, *self.dense.names]
+
+    def transposed(self, cotangents: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Tensor:
+        r"""The transposed action on cotangents of the weights, :math:`\Theta^\top u`.
+
+        Args:
+            cotangents: Of some of the weights, by name.
+            weights: Their present values, by name.
+
+        Returns:
+            Shape ``(h,)``.
+        """
+        found = [part.transposed(cotangents, weights) for part in self.by_rows]
+        found += [] if self.dense is None else [self.dense.transposed(cotangents, weights)]
+        return torch.stack(found).sum(0)
 
     @override
     def forward(self, shift: Tensor, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -47,6 +47,29 @@ class Dense(nn.Module):
             for name, slope in zip(self.names, self.slopes, strict=True)
         }
 
+    @property
+    def all_names(self) -> list[str]:
+        """Of the weights that respond."""
+        return self.names
+
+    def transposed(self, cotangents: Mapping[str, Tensor], weights: Mapping[str, Tensor]) -> Tensor:
+        r"""The transposed action on cotangents of the weights, :math:`\Theta^\top u`.
+
+        Args:
+            cotangents: Of some of the weights, by name; others are not looked at.
+            weights: Not needed.
+
+        Returns:
+            Shape ``(h,)``.
+        """
+        slopes = dict(zip(self.names, self.slopes, strict=True))
+        first: Tensor = self.slopes[0]
+        total = first.new_zeros(len(first))
+        for name, cotangent in cotangents.items():
+            if name in slopes:
+                total = total + slopes[name].reshape(len(first), -1) @ cotangent.flatten().to(first.dtype)
+        return total
+
 
 REMEDY = "raise max_gigabytes of the method"
 

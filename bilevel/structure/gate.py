@@ -23,7 +23,8 @@ from bilevel.structure.by_rows import ByRows
 class Gate(ByRows):
     r"""The matrices :math:`\mathbf{U}` and :math:`\mathbf{V}` of every parameter.
 
-    A weight with r rows takes r h numbers. Biases, the scales of norms and other vectors are shifted, so that one that
+    A weight with r rows takes r h numbers. One with a single row grows by columns, each input unit on its own: one
+    number would say too little about it. Biases, the scales of norms and other vectors are shifted, so that one that
     starts at zero responds as well. A row of a matrix that is zero responds as soon as it is not; so do scales and
     shifts of norms over several dimensions, position embeddings and class tokens, which count as matrices here.
 
@@ -35,6 +36,11 @@ class Gate(ByRows):
         tensor([[0.5000, 1.0000],
                 [0.0000, 0.0000]])
     """
+
+    @override
+    def count(self, weight: Tensor) -> int:
+        """A weight with a single row, such as the last layer of a regression, grows by columns instead."""
+        return weight.shape[1] if weight.ndim > 1 and weight.shape[0] == 1 else super().count(weight)
 
     @override
     def template(self, index: int, weight: Tensor) -> Tensor:

@@ -64,26 +64,32 @@ def bilinear(
         # Input units that grow are inputs that grow; the weight then responds no more.
         value, tangent = mode.split(mode.join(value, tangent, along(found.factor, value) * value))
         found = None
-    shifts = None if bias is None or not mode.responds(bias) else along(mode.change(bias), value)
+
+    def shifted(response: Tensor | None) -> Tensor | None:
+        if bias is None or not mode.responds(bias):
+            return response
+        change = along(mode.change(bias), value)
+        return change if response is None else response + change
+
     if found is None or not found.grows:
         y = op(value, weight, bias)
-        responses = [None if tangent is None else op(tangent, weight, None), shifts]
+        responses = [shifted(None if tangent is None else op(tangent, weight, None))]
         if found is not None and rows == [into]:
             responses.append(op(value * along(found.factor, value), found.template, None))
         elif found is not None:
             responses.append(along(found.factor, y) * op(value, found.template, None))
         return mode.join(y, *responses)
     # A weight that grows needs no product of its own: its response is W x, scaled.
-    product, factor = op(value, weight, None), along(found.factor, value)
+    factor = along(found.factor, value)
     offset = None if bias is None else along(bias.expand(mode.count, -1), value)
     if mode.linearized:
-        y = product if offset is None else (product + offset).to(product.dtype)
-        response = factor * product if shifts is None else torch.addcmul(shifts, factor, product)
-        return mode.join(y, None if tangent is None else op(tangent, weight, None), response)
-    if offset is None:
-        y = (1 + factor) * product
-    else:
-        y = torch.addcmul(offset if shifts is None else offset + shifts, 1 + factor, product)
+        # In an order that has few tensors of the size of the output alive at once.
+        response = shifted(None if tangent is None else op(tangent, weight, None))
+        product = op(value, weight, None)
+        response = factor * product if response is None else torch.addcmul(response, factor, product)
+        return mode.join(product if offset is None else (product + offset).to(product.dtype), response)
+    product, offset = op(value, weight, None), shifted(offset)
+    y = (1 + factor) * product if offset is None else torch.addcmul(offset, 1 + factor, product)
     return y.to(product.dtype)  # which is that of autocast where it is on
 
 
@@ -139,22 +145,26 @@ def embedding(
     sparse: bool = False,
 ) -> Tensor:
     """A row is the vector of a token. Indices that come from the inputs belong to examples; others choose rows."""
-    rows = mode.rows(weight, function)
-    if rows is None or max_norm is not None or sparse:
+    if not mode.responds(weight) or max_norm is not None or sparse:
         reason = "as other than the table, with max_norm or with sparse gradients"
         raise NotImplementedError(mode.refusal(mode.name(input, weight), function, reason))
+    found = mode.weight(weight)
+    if len(weight) > 1 and found.factor.shape[2] > 1:
+        raise NotImplementedError(mode.refusal(found.name, function, "while its rows are not in dimension 0"))
+    numbers = found.factor.expand(-1, len(weight), -1)
     counts = input.shape[:1] == (mode.count,)
     expanded = input.ndim > 1 and input.stride(0) == 0
     ids = input[:1] if expanded else input
     options = (padding_idx, None, norm_type, scale_grad_by_freq)
     vectors = F.embedding(ids, weight, *options)
-    template = vectors if mode.weight(weight).grows else F.embedding(ids, rows.template, *options)
+    template = vectors if found.grows else F.embedding(ids, found.template, *options)
     of_examples = counts and not expanded and mode.origins.from_inputs(input)
     if of_examples:
         mode.check(input, function, weight)
-        factor = rows.factor.gather(1, input.reshape(mode.count, -1)).reshape(*input.shape, 1)
+        index = input.reshape(mode.count, -1, 1).expand(-1, -1, numbers.shape[2])
+        factor = numbers.gather(1, index).reshape(*input.shape, -1)
     else:
-        factor = rows.factor[:, ids, None]
+        factor = numbers[:, ids]
     if padding_idx is not None:  # its vector gets no gradient, so neither does its response
         padded = (ids == padding_idx % len(weight))[..., None]
         factor = torch.where(padded, factor.detach(), factor)

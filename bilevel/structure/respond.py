@@ -128,9 +128,9 @@ class Respond(TorchFunctionMode):
         self._flattened: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
         self.count, self.linearized = count, linearized
         self._responding: dict[int, Weight] = {}
-        for name, (factor, template) in rows.items():
-            sizes, weight = [*template.shape[:1], *[1] * (template.ndim - 1)], weights[name]
-            self._responding[id(weight)] = Weight(name, weight, factor.reshape(count, *sizes), template)
+        for name, change in rows.items():
+            weight = weights[name]
+            self._responding[id(weight)] = Weight(name, weight, change.spread(), change.template)
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

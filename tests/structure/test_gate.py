@@ -11,18 +11,20 @@ from bilevel.structure import Gate
 @given(seed=SEEDS, h=st.integers(1, 4))
 def test_rows_of_the_live_weight_grow_and_vectors_are_shifted(seed, h):
     """Entry by entry; for another weight than the one it was made for, too."""
-    names = ("matrix", "kernel", "vector", "scalar")
-    shapes = ((3, 2), (2, 3, 2, 2), (4,), ())
+    names = ("matrix", "kernel", "vector", "scalar", "single row", "single channel")
+    shapes = ((3, 2), (2, 3, 2, 2), (4,), (), (1, 5), (1, 2, 3))
     made, weights = (dict(zip(names, randn(s, *shapes), strict=True)) for s in (seed, seed + 1))
     gate = Gate(made, h)
-    assert [parameter.numel() for parameter in gate.parameters()] == [h * (3 + 2 + 4 + 1)]
+    assert [parameter.numel() for parameter in gate.parameters()] == [h * (3 + 2 + 4 + 1 + 5 + 2)]
     (shift,) = randn(seed + 2, (h,))
     assert not any(change.any() for change in gate(shift, weights).values())
     gate.factor.data = randn(seed + 3, gate.factor.shape)[0]
     changes = gate(shift, weights)
     for name, factor in zip(names, gate.factors, strict=True):
         grow = factor.detach() @ shift
-        if weights[name].ndim > 1:
+        if name.startswith("single"):  # by columns
+            expected = torch.stack([grow[col] * weights[name][:, col] for col in range(len(grow))], 1)
+        elif weights[name].ndim > 1:
             expected = torch.stack([grow[row] * part for row, part in enumerate(weights[name])])
         else:
             expected = grow.reshape(weights[name].shape)

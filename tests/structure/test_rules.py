@@ -128,6 +128,15 @@ def networks(draw, kind):
         options |= {"dilation": draw(st.integers(1, 2)), "bias": draw(st.booleans())}
         net = nn.Sequential(make(4, 6, 2, **options), nn.Tanh(), make(6, 2, 1))
         return net, torch.randn(count, 4, *[draw(st.integers(4, 5)) for _ in range(dims)])
+    if kind == "single_output":
+        return nn.Sequential(
+            nn.Linear(size, 1, bias=False), nn.Tanh(), nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1)
+        ), sequence
+    if kind == "single_channel":
+        layers = (nn.Conv2d(2, 1, 2), nn.Tanh(), nn.ConvTranspose2d(1, 3, 2), nn.Tanh(), nn.Conv2d(3, 1, 1))
+        return nn.Sequential(*layers), torch.randn(count, 2, 4, 4)
+    if kind == "single_vector":
+        return nn.Sequential(nn.Embedding(1, size), nn.Tanh(), nn.Linear(size, 1)), torch.zeros(count, steps).long()
     if kind == "layer_norm":
         return nn.Sequential(nn.Linear(size, 4), nn.LayerNorm(4, bias=draw(st.booleans())), nn.Tanh()), sequence
     if kind == "layer_norm_of_images":
@@ -160,7 +169,18 @@ def networks(draw, kind):
 KINDS = [
     *("linear", "conv1", "conv2", "conv3", "transposed1", "transposed2", "transposed3", "layer_norm"),
     *("layer_norm_of_images", "rms_norm", "group_norm", "instance_norm", "elementwise", "drop_connect"),
-    *("tied_embedding", "matrix", "attention", "plain_attention", "encoder", "lstm", "gru"),
+    *(
+        "single_output",
+        "single_channel",
+        "single_vector",
+        "tied_embedding",
+        "matrix",
+        "attention",
+        "plain_attention",
+        "encoder",
+        "lstm",
+        "gru",
+    ),
 ]
 
 
@@ -351,7 +371,7 @@ class Lost(nn.Module):
         (lambda x, w: F.linear(x, w.repeat(2, 1)), ["repeat"]),
         (lambda x, w: F.linear(x, w.to(torch.int).double()), ["to", "int32"]),
         (lambda x, w: F.linear(x, w.reshape(2, 2, 4).transpose(1, 2).reshape(2, 8).view(4, 4)), ["reshape"]),
-        (lambda x, w: F.conv1d(x[..., None], w.T[..., None]), ["conv1d", "rows in dimensions [1]"]),
+        (lambda x, w: F.conv1d(x[..., None], w.T[:, :2, None], groups=2), ["conv1d", "rows in dimensions [1]"]),
         (lambda x, w: F.embedding(torch.ones_like(x, dtype=torch.int), w.T), ["embedding", "not in dimension 0"]),
         (lambda x, w: x.clone().add_(w[0]), ["add_"]),
         (lambda x, w: torch.add(x, w[0], alpha=2), ["add", "alpha"]),
