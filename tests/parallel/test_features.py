@@ -175,6 +175,36 @@ def test_one_batch_is_one_batch() -> None:
         torch.testing.assert_close(found[name], expected, rtol=1e-12, atol=1e-12)
 
 
+def without_data() -> Any:
+    """Losses that need no batch, a network in half precision, and a diagnosis."""
+    target = bilevel.Problem(
+        {"w": torch.zeros((), dtype=torch.float64)},
+        inner_loss=lambda model, hyper, batch: (model.params["w"] - hyper["target"]) ** 2,
+        outer_loss=lambda model, hyper, batch: (model.params["w"] - 3) ** 2,
+        hyper={"target": bilevel.real(0.0)},
+    )
+    found = [summary(solve(None, None, problem=target, method=method)) for method in ("implicit_exact", "delta_stn")]
+    torch.manual_seed(0)
+    half = bilevel.Problem(
+        nn.Linear(2, 2).bfloat16(),
+        inner_loss=lambda m, h, b: F.cross_entropy(m(b[0]), b[1], reduction="none") + h["d"] * bilevel.l2(m.params),
+        outer_loss=lambda m, h, b: F.cross_entropy(m(b[0]), b[1]),
+        hyper={"d": bilevel.positive(0.1)},
+    )
+    loader = DataLoader(TensorDataset(torch.randn(9, 2).bfloat16(), torch.arange(9) % 2), 4 // size())
+    solution = solve(loader, loader, problem=half, method="delta_stn")
+    found.append(summary(solution))
+    bilevel.diagnose(solution.solver, next(iter(loader)), next(iter(loader)))
+    return found
+
+
+def test_losses_without_data_and_half_precision() -> None:
+    expected = without_data()
+    first, second = together(2, without_data)
+    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    torch.testing.assert_close(first[0], expected[0], rtol=1e-12, atol=1e-12)
+
+
 # Random numbers
 
 
