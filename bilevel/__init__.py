@@ -1,6 +1,6 @@
 """Bilevel optimization in PyTorch: write two losses, call :func:`solve`, swap the method by one argument."""
 
-from bilevel import augment, functional, loggers, nn, plotting, regularizers, report, structure
+from bilevel import augment, functional, loggers, nn, parallel, plotting, regularizers, report, structure
 from bilevel.checkpoint import CheckpointError, CheckpointWarning
 from bilevel.diagnostics import Comparison, Diagnose, Diagnosis, diagnose
 from bilevel.dropouts import dropout_rates, dropout_rule
@@ -80,6 +80,7 @@ __all__ = [
     "l2",
     "loggers",
     "nn",
+    "parallel",
     "plotting",
     "positive",
     "real",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from numbers import Integral
 from typing import Any
@@ -99,23 +98,6 @@ def check_clip(name: str, clip: Any) -> float | None:
     if not 0 < clip < math.inf:
         raise ValueError(f"{name} must be positive and finite, got {clip}; None does not clip.")
     return float(clip)
-
-
-def check_one_process() -> None:
-    """Refuse to be one of several processes, which would each tune on their own.
-
-    Raises:
-        RuntimeError: If there are several.
-    """
-    declared = os.environ.get("WORLD_SIZE", "")
-    count, source = (int(declared) if declared.isdecimal() else 1), "the environment variable WORLD_SIZE"
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        count, source = max(count, torch.distributed.get_world_size()), "the process group or WORLD_SIZE"
-    if count > 1:
-        raise RuntimeError(
-            f"{source} says that this is one of {count} processes. Every process would tune hyperparameters of its "
-            "own, which bilevel does not combine yet: run one process, without torchrun."
-        )
 
 
 class Parameters(list[nn.Parameter]):

@@ -28,7 +28,7 @@ ORDER = [
         "precision",
         "rng",
     },
-    {"dropouts", "regularizers"},
+    {"dropouts", "parallel", "regularizers"},
     {"augment"},
     {"compilation", "history", "problem"},
     {"linear_solvers", "plotting", "schedule", "structure"},

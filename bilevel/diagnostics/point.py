@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bilevel.parallel import plain
 from bilevel.problem import Variables
 from bilevel.response import BestResponse
 from bilevel.response.curvature import Curvature, GaussNewton, Hessian, flatten, unflatten
@@ -36,6 +37,7 @@ class Point:
     def __init__(self, solver: Solver, train_batch: Any, valid_batch: Any, curvature: str) -> None:
         """Take copies, and differentiate both losses."""
         self.method, self.problem = solver.method, solver.problem
+        train_batch, valid_batch = _plain(train_batch), plain(valid_batch)
         count = solver.response.unrolled_steps
         self.train_batch = [train_batch] * count if count else train_batch
         if count and isinstance(train_batch, list) and len(train_batch) == count:  # as an outer step takes it
@@ -80,7 +82,9 @@ class Point:
         return flatten([change[name].detach() for name in self.inner.params()])
 
     def _copy(self, module: Any) -> Any:
-        return copy.deepcopy(module, {id(self.problem): self.problem})
+        own = copy.deepcopy(module, {id(self.problem): self.problem})
+        own.inner.group = None  # of several processes, each looks at its own batch
+        return own
 
     def _outer_gradient(self, batch: Any) -> tuple[Tensor, Tensor]:
         leaf = self.hyper.clone().requires_grad_()
@@ -94,3 +98,7 @@ class Point:
         pairs = zip(found, inputs, strict=True)
         *through, direct = [torch.zeros_like(one) if part is None else part for part, one in pairs]
         return flatten(through), direct
+
+
+def _plain(train_batch: Any) -> Any:
+    return [plain(batch) for batch in train_batch] if type(train_batch) is list else plain(train_batch)

@@ -55,20 +55,21 @@ class Scale(nn.Module):
         sigma: Tensor = SoftplusTransform()(self.raw)
         return sigma.clamp_min(torch.finfo(sigma.dtype).tiny)
 
-    def sample(self, examples: int | None = None) -> Tensor:
+    def sample(self, examples: int | None = None, common: Tensor | None = None) -> Tensor:
         r"""Draw :math:`\epsilon = \sigma \odot z` with standard normal z, differentiable in :math:`\sigma`.
 
         Args:
             examples: Number of draws, which have the same shared entries. None draws once.
+            common: z for one draw, and for the shared entries of several: the same in all processes.
 
         Returns:
             A tensor of shape ``(h,)`` or ``(examples, h)``.
         """
         sigma: Tensor = self()
         if examples is None:
-            return sigma * torch.randn_like(sigma)
+            return sigma * (torch.randn_like(sigma) if common is None else common)
         noise = torch.randn(examples, len(sigma), dtype=sigma.dtype, device=sigma.device)
-        return sigma * torch.where(self.shared, noise[:1], noise)
+        return sigma * torch.where(self.shared, noise[:1] if common is None else common, noise)
 
     def penalty(self) -> Tensor:
         r"""What a learned scale adds to the outer loss, :math:`-\tau\,\mathbb{H}[p(\epsilon | \sigma)]`.

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from bilevel.arguments import length
 from bilevel.checkpoint import CheckpointError
+from bilevel.parallel import Shared
 from bilevel.rng import Stream
 from bilevel.solver.code import code_of, digest
 
@@ -31,7 +32,7 @@ class Feed:
 
         Args:
             name: Of the argument.
-            loader: Batches.
+            loader: Batches, or the share of this process in them.
             stream: To draw from.
             kept: Remember what :meth:`state_dict` needs.
         """
@@ -40,13 +41,14 @@ class Feed:
         self.stream = stream
         self.passes = 0
         self._kept = kept
+        self._source = loader.loader if isinstance(loader, Shared) else self.loader
         self._stateful = kept and name == "train" and _is_stateful(self.loader)
         self._length = length(self.loader)
         self._given = 0
         self._iterator: Any = None
         self._start: dict[str, Any] = self._now()
         self._first: str | None = None
-        self._options = options(self.loader) if kept else {}
+        self._options = options(self._source) if kept else {}
         self._draws = False
         self.doubt: str | None = None
 
@@ -63,7 +65,7 @@ class Feed:
             if self._iterator is None:
                 self._start = self._now()
                 self._iterator = iter(Fresh(self.loader))
-            watched = self._kept and self._given > 0 and not self._draws and _keeps_what_it_draws(self.loader)
+            watched = self._kept and self._given > 0 and not self._draws and _keeps_what_it_draws(self._source)
             before = [torch.get_rng_state(), *get_global()] if watched else []
             for batch in self._iterator:
                 self._given += 1
@@ -93,7 +95,7 @@ class Feed:
         """
         state: dict[str, Any] = {"passes": self.passes, "given": self._given, "start": self._start}
         state |= {"first": self._first, "options": self._options, "draws": self._draws}
-        state["generators"] = [_state_of(generator) for generator in generators(self.loader)]
+        state["generators"] = [_state_of(generator) for generator in generators(self._source)]
         if self._stateful:
             state["loader"] = self.loader.state_dict()  # type: ignore[attr-defined]
         return state
@@ -123,7 +125,7 @@ class Feed:
             problem = self._read_again(state)
         if problem is not None and changed:
             self._given, self._iterator, self.passes = 0, None, state["passes"]
-        for generator, saved in zip(generators(self.loader), state["generators"], strict=False):
+        for generator, saved in zip(generators(self._source), state["generators"], strict=False):
             _restore(generator, saved)
         if self._draws and self._given and not self._stateful:
             self.doubt = (
@@ -132,6 +134,14 @@ class Feed:
                 "generator of its own, or state_dict and load_state_dict."
             )
         return problem
+
+    def begin_pass(self, passes: int) -> None:
+        """Begin a new pass.
+
+        Args:
+            passes: How many were made before.
+        """
+        self.passes, self._given, self._iterator = passes, 0, None
 
     def _other_options(self, before: dict[str, Any]) -> str | None:
         """What changed about the loader."""
@@ -146,8 +156,10 @@ class Feed:
         """Draw the batches of the pass that was under way; of one that was over, the first one."""
         start = state["start"]
         self.stream.load_state_dict(start["stream"])
+        if isinstance(self.loader, Shared):
+            self.loader.order.load_state_dict(start["order"])
         set_global(start["global"])
-        own = generators(self.loader)
+        own = generators(self._source)
         if len(own) != len(start["generators"]):
             return f"{self.name}: number of random generators was {len(start['generators'])}, this call has {len(own)}"
         for generator, saved in zip(own, start["generators"], strict=True):
@@ -167,8 +179,9 @@ class Feed:
     def _now(self) -> dict[str, Any]:
         if not self._kept:
             return {}
-        own = [_state_of(generator) for generator in generators(self.loader)]
-        return {"stream": self.stream.state_dict(), "global": get_global(), "generators": own}
+        own = [_state_of(generator) for generator in generators(self._source)]
+        order = {"order": self.loader.order.state_dict()} if isinstance(self.loader, Shared) else {}
+        return {"stream": self.stream.state_dict(), "global": get_global(), "generators": own, **order}
 
     def _end_pass(self) -> None:
         self.passes += 1

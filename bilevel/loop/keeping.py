@@ -19,7 +19,9 @@ from bilevel.solver import DivergenceError
 class Keeper:
     """Writes the log and the checkpoints of a run. A write that fails is a warning, and is tried again later."""
 
-    def __init__(self, checkpoint: Path | None, log: Path | None, *, keep: int, every: float | None) -> None:
+    def __init__(
+        self, checkpoint: Path | None, log: Path | None, *, keep: int, every: float | None, follows: bool = False
+    ) -> None:
         """Take the files.
 
         Args:
@@ -27,6 +29,7 @@ class Keeper:
             log: Where to write the log; beside the checkpoint by default.
             keep: How many checkpoints to keep.
             every: Seconds between two checkpoints at most, beside those of validation passes.
+            follows: Whether another process writes, to which this one hands its part.
 
         Raises:
             CheckpointError: If a file cannot be used.
@@ -34,6 +37,7 @@ class Keeper:
         self.store = None if checkpoint is None else Store(checkpoint, keep)
         self._lock: Lock | None = None
         self._every = every
+        self._follows = follows
         self._saved_at = time.perf_counter()
         self._saved_round = -1
         self._due = False
@@ -106,6 +110,8 @@ class Keeper:
             resumed: Whether it goes on from a checkpoint.
         """
         self._rows, self._saved_round = len(run.history), run.rounds if resumed else -1
+        if self._follows:
+            run.state_dict()
         if self.store is not None:
             encode(run.state_dict())
         if self.log is not None:
@@ -119,14 +125,11 @@ class Keeper:
             self._flush()
 
     def after_round(self, run: Run, *, save: bool) -> None:
-        """Write the new rows, and a checkpoint if it is time.
-
-        While the last one is still on its way to the disk, a new one waits for the end of a later round, and training
-        does not wait at all.
+        """Write the new rows, and a checkpoint if asked to.
 
         Args:
             run: Between two rounds.
-            save: Write a checkpoint.
+            save: Write a checkpoint, too.
         """
         if self.log is not None:
             used = memory(run.solver.problem.device)
@@ -134,14 +137,34 @@ class Keeper:
                 self.log.write("round", row | {"memory": used})
             self._rows = len(run.history)
             self._flush()
-        due = self._every is not None and time.perf_counter() - self._saved_at >= self._every
-        self._due = self._due or save or due
-        if self.store is not None and self._due and (run.stopped is not None or not self.store.busy):
+        if save and (self.store is not None or self._follows):
             self._due = False
             self.save(run)
 
+    def wants(self, save: bool, *, ends: bool) -> bool:
+        """Whether it is time for a checkpoint.
+
+        While the last one is still on its way to the disk, a new one waits for the end of a later round, and training
+        does not wait at all.
+
+        Args:
+            save: Whether this round is one to keep.
+            ends: Whether it is the last one.
+
+        Returns:
+            The answer of the process that writes; False in others.
+        """
+        if self.store is None:
+            return False
+        over = self._every is not None and time.perf_counter() - self._saved_at >= self._every
+        self._due = self._due or save or over
+        return self._due and (ends or not self.store.busy)
+
     def save(self, run: Run) -> None:
         """Write a checkpoint, unless there is one of this round."""
+        if self._follows and self._saved_round != run.rounds:
+            run.state_dict()
+            self._saved_round = run.rounds
         if self.store is None or self.log is None or self._saved_round == run.rounds:
             return
         self._saved_at = time.perf_counter()

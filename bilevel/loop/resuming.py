@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from bilevel.arguments import check_integer
 from bilevel.checkpoint import CheckpointError
 from bilevel.loop.keeping import Keeper
 from bilevel.loop.run import Run
+from bilevel.loop.together import own_part
 from bilevel.solver.files import refusal
 from bilevel.solver.fingerprint import FIXED, OPTIMIZERS, SCHEDULERS, Fingerprint, differences, taken_over
+
+Value = TypeVar("Value")
 
 
 def fingerprint_of(run: Run, settings: dict[str, Any], *, default_outer: bool) -> Fingerprint:
@@ -69,10 +73,15 @@ def go_on(run: Run, state: dict[str, Any], keeper: Keeper, *, override: bool) ->
             check_integer(key, state[key], 0)
         if not isinstance(state["seconds"], float) or not state["seconds"] >= 0:
             raise ValueError("its seconds are no time")
-        changed = differences(state["fingerprint"], run.fingerprint)
+        changed = _from_main(run, lambda: differences(state["fingerprint"], run.fingerprint))
         if changed and (not override or any(name in FIXED for name in changed)):
             raise CheckpointError(refusal(where, changed, "resume='override'"))
+        passes = {name: entry["passes"] for name, entry in state["feeds"].items()}
+        state = own_part(run, state)
         for feed in (run.train, run.valid):
+            if state["feeds"] is None:  # another number of processes, with other shares
+                feed.begin_pass(passes[feed.name])
+                continue
             problem = feed.load_state_dict(state["feeds"][feed.name], changed=override)
             if problem is not None and not override:
                 raise CheckpointError(refusal(where, {feed.name: problem}, "resume='override'"))
@@ -80,8 +89,15 @@ def go_on(run: Run, state: dict[str, Any], keeper: Keeper, *, override: bool) ->
                 keeper.warn(feed.doubt)
         if override:
             state = state | {"solver": taken_over(run.solver, state["solver"], state["fingerprint"], changed)}
-        run.load_state_dict(state, keeper.history(state, lenient=override))
+        rows = _from_main(run, lambda: keeper.history(state, lenient=override))
+        run.load_state_dict(state, rows)
     except CheckpointError:
         raise
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
         raise CheckpointError(f"checkpoint: {where} does not fit this run: {error}") from error
+
+
+def _from_main(run: Run, function: Callable[[], Value]) -> Value:
+    """What the first process finds, whose fingerprint was saved and who has the log."""
+    group = run.solver.group
+    return function() if group is None else group.from_main(function)

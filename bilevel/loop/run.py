@@ -16,7 +16,7 @@ from bilevel.loop.feed import Feed, get_global, set_global
 from bilevel.loop.signal import Signal
 from bilevel.loop.solution import Best, Round, Solution
 from bilevel.solver import DivergenceError, OuterStep, Solver
-from bilevel.solver.state import live
+from bilevel.solver.state import live, streams
 
 
 @final
@@ -44,6 +44,7 @@ class Run:
     whole: bool = True
     best_buffers: dict[str, Tensor] = field(default_factory=dict)
     signal: Signal = field(init=False)
+    others: tuple[int, list[Any]] | None = None
 
     def __post_init__(self) -> None:
         """Start to gather the signal of the hypergradients."""
@@ -119,10 +120,11 @@ class Run:
         self.solver.check()
         best = None if self.best is None else {n: v for n, v in vars(self.best).items() if n != "state_dict"}
         return {
+            **self.of_processes(),
             "solver": live(self.solver),
             "bad_steps": self.solver.guard.state_dict(),
             "fingerprint": self.fingerprint,
-            "feeds": {feed.name: feed.state_dict() for feed in (self.train, self.valid)},
+            "feeds": self._feeds(),
             "global": get_global(),
             "signal": self.signal.state_dict(),
             "best": None if best is None else best | {"buffers": self.best_buffers},
@@ -130,6 +132,30 @@ class Run:
             "rounds": self.rounds,
             "seconds": self.seconds,
         }
+
+    def of_processes(self) -> dict[str, Any]:
+        """What each of several processes has for itself: random streams, and where it is in its data.
+
+        All of them have to call it. A second call after the same round is answered without the others.
+
+        Returns:
+            By the name ``ranks``, one entry per process; nothing if there is one only.
+        """
+        group = self.solver.group
+        if group is None:
+            return {}
+        if self.others is None or self.others[0] != self.rounds:
+            own = {"streams": streams(self.solver), "feeds": self._feeds(), "global": get_global()}
+            self.others = self.rounds, group.gather(own)
+        return {"ranks": self.others[1]}
+
+    @property
+    def can_save(self) -> bool:
+        """Whether the state can be saved now, also if other processes are somewhere else."""
+        return self.whole and (self.solver.group is None or (self.others is not None and self.others[0] == self.rounds))
+
+    def _feeds(self) -> dict[str, Any]:
+        return {feed.name: feed.state_dict() for feed in (self.train, self.valid)}
 
     def load_state_dict(self, state: dict[str, Any], rows: list[dict[str, float]]) -> None:
         """Go on from there; the feeds are there already.

@@ -9,11 +9,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bilevel.arguments import check_integer, check_loader, length
+import torch
+
+from bilevel.arguments import check_flag, check_integer, check_loader, length
 from bilevel.checkpoint import CheckpointWarning
 from bilevel.events import RESERVED, VERSION, environment, now
 from bilevel.history import LEADING
 from bilevel.hyper import Space
+from bilevel.loop import together
 from bilevel.loop.advice import warn_after, warn_before
 from bilevel.loop.checking import check_run, check_unrolled
 from bilevel.loop.defaults import plan
@@ -24,8 +27,10 @@ from bilevel.loop.progress import Progress
 from bilevel.loop.resuming import fingerprint_of, go_on, kept_settings
 from bilevel.loop.run import Run
 from bilevel.loop.solution import Round, Solution
+from bilevel.parallel import join, share
 from bilevel.problem import Problem
 from bilevel.response import Method, get_method
+from bilevel.rng import Stream
 from bilevel.solver import DivergenceError, OptimizerFactory, SchedulerFactory, Solver
 
 
@@ -63,6 +68,7 @@ def solve(
     callbacks: Sequence[Callable[[Round], bool | None]] = (),
     progress: bool | None = None,
     seed: int = 0,
+    distributed: bool = True,
 ) -> Solution:
     r"""Solve a bilevel problem: train the weights and tune the hyperparameters in one run.
 
@@ -118,6 +124,9 @@ def solve(
         progress: Show a progress bar; where the standard error is no terminal, a line for every full validation pass
             instead. By default unless the environment variable ``CI`` is set.
         seed: Of the solver's own random streams; the global random state is not touched.
+        distributed: Solve together with the other processes, if torchrun started several: each gets its share of the
+            examples, and the first one writes and prints. False lets each process make a run of its own. See
+            :doc:`parallel`.
 
     Returns:
         The solution. After an interrupt from the keyboard, the solution so far.
@@ -171,7 +180,10 @@ def solve(
     method = get_method(method)
     if inner_steps is None:
         inner_steps = 0 if method.unrolled_steps else 5
-    batches, per_round = length(train), accumulate * (inner_steps + outer_steps * method.unrolled_steps)
+    check_flag("distributed", distributed)
+    group = join(problem.device) if distributed and isinstance(problem, Problem) else None
+    batches = length(share(train, group, Stream(seed, torch.device("cpu"))))
+    per_round = accumulate * (inner_steps + outer_steps * method.unrolled_steps)
     planned = plan(steps, epochs, batches, max(1, per_round))
     solver = Solver(
         problem,
@@ -187,6 +199,7 @@ def solve(
         on_nan=on_nan,
         max_bad_steps=max_bad_steps,
         seed=seed,
+        distributed=distributed,
     )
     if solver.response.unrolled_steps != method.unrolled_steps:
         raise ValueError(
@@ -205,14 +218,16 @@ def solve(
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise ValueError(f"hyper: {twice[0]!r} would be two columns of the history; choose another name.")
-    keeper = Keeper(
+    make = partial(
+        Keeper,
         None if checkpoint is None else Path(checkpoint),
         None if log is None else Path(log),
         keep=checkpoint_keep,
         every=checkpoint_every,
     )
+    keeper = together.open_keeper(group, make, kept=checkpoint is not None)
     try:
-        state = keeper.load(resume=resume is not False)
+        state = together.load(group, keeper, resume=resume is not False)
         before = kept_settings(state)  # a run that goes on keeps its own, also if it is made longer
         if warmup is None:
             warmup = before.get("warmup", 0 if solver.response.restarts else planned.warmup)
@@ -221,9 +236,9 @@ def solve(
         kept = checkpoint is not None
         run = Run(
             solver=solver,
-            train=Feed("train", train, solver.streams["data"], kept=kept),
-            valid=Feed("valid", valid, solver.streams["data"], kept=kept),
-            valid_loader=None if valid is None else Fresh(valid),
+            train=Feed("train", solver.share(train), solver.streams["data"], kept=kept),
+            valid=Feed("valid", solver.share(valid), solver.streams["data"], kept=kept),
+            valid_loader=valid if valid is None or group is not None else Fresh(valid),
             inner_steps=inner_steps,
             outer_steps=outer_steps,
             accumulate=accumulate,
@@ -245,15 +260,20 @@ def solve(
         ends = partial(_why_to_end, run, planned.limit, epochs, patience, time_budget)
         run.stopped = ends() if run.rounds else None
         first = run.rounds
-        if first == 0:
+        if first == 0 and (group is None or group.main):
             warn_before(solver, planned.rounds, warmup=warmup, outer_steps=outer_steps, by_epochs=epochs is not None)
         planned_settings = {"steps": planned.limit, "epochs": epochs, "rounds": planned.rounds}
         keeper.begin(run, _first_line(run, settings | planned_settings), resumed=state is not None)
         with Ending(signals) as ending:
             _loop(run, keeper, ending, ends, callbacks, (planned.rounds, progress))
+    except BaseException:
+        if group is not None:
+            group.leave()
+        raise
     finally:
         keeper.close()
-    if run.stopped not in ("interrupted", "terminated") and run.rounds > first:
+    last = run.stopped in ("interrupted", "terminated") or not (group is None or group.main)
+    if not last and run.rounds > first:
         warn_after(solver, run.signal)
     return run.solution()
 
@@ -268,13 +288,17 @@ def _loop(
 ) -> None:
     """Make the rounds, and end well whatever happens."""
     measured: dict[str, float] = {}
+    group = run.solver.group
+    bar_of = bar_of if group is None or group.main else (None, False)
     try:
-        with Progress(*bar_of, done=run.rounds) as progress:
+        with Progress(*bar_of, done=run.rounds) as progress, together.quiet(group):
             while run.stopped is None:
                 event = run.round()
                 progress.show(event)
-                run.stopped = "callback" if _call(callbacks, event) else ends() or ending.reason
-                keeper.after_round(run, save=run.stopped is not None or event.validation_loss is not None)
+                why = "callback" if _call(callbacks, event) else ends() or ending.reason
+                wants = keeper.wants(why is not None or event.validation_loss is not None, ends=why is not None)
+                run.stopped, save = together.agree(group, why, wants)
+                keeper.after_round(run, save=save)
             keeper.wait(run)
             last = run.history.rows[-1] if run.history else {}
             if "validation_loss" not in last and run.stopped not in ("terminated", "interrupted"):
@@ -301,8 +325,9 @@ def _loop(
 def _save_whole(run: Run, keeper: Keeper, error: BaseException) -> None:
     """Write the rows and a checkpoint, if the run is between two rounds; what fails then is not the news."""
     try:
-        run.solver.check()  # returns to the last good state if a bad step has not been noticed yet
-        if run.whole and run.rounds:
+        if run.solver.group is None:
+            run.solver.check()  # returns to the last good state if a bad step has not been noticed yet
+        if run.can_save and run.rounds:
             keeper.after_round(run, save=True)
             keeper.wait(run)
     except Exception as other:

@@ -33,6 +33,7 @@ def trainable(inner: Any) -> dict[str, Tensor]:
         trainable: dict[str, Tensor] = {name: value for name, value in named.items() if value.requires_grad}
         if not trainable:
             raise ValueError("inner has no trainable parameter: none of them has requires_grad=True.")
+        _check_whole(trainable)
         return trainable
     if not isinstance(inner, Mapping):
         raise TypeError(f"inner must be an nn.Module or a mapping from names to tensors, got {type(inner).__name__}.")
@@ -45,7 +46,19 @@ def trainable(inner: Any) -> dict[str, Tensor]:
     if count > 1:
         twins = [key for key, value in inner.items() if id(value) == name]
         raise ValueError(f"inner: {' and '.join(map(repr, twins))} are the same tensor; give it one name.")
+    _check_whole(inner)
     return dict(inner)
+
+
+def _check_whole(weights: Mapping[str, Tensor]) -> None:
+    sharding = sys.modules.get("torch.distributed.tensor")  # if it was not imported, there is no such tensor
+    for name, value in weights.items():
+        if sharding is not None and isinstance(value, sharding.DTensor):
+            raise ValueError(
+                f"inner: {name!r} is a DTensor, of which each process holds a part (fully_shard, tensor parallelism); "
+                "bilevel cannot differentiate such networks twice. Give the whole network to every process: under "
+                "torchrun they share the batches."
+            )
 
 
 def _check_wrappers(module: nn.Module) -> None:
@@ -55,8 +68,9 @@ def _check_wrappers(module: nn.Module) -> None:
         where = f"inner.{name}" if name else "inner"
         if isinstance(part, nn.DataParallel | nn.parallel.DistributedDataParallel):
             raise ValueError(
-                f"{where} is a {type(part).__name__}: pass the module inside, net.module. Several processes or devices "
-                "are not supported yet."
+                f"{where} is a {type(part).__name__}, whose gradients bilevel cannot differentiate again: pass the "
+                "module inside, net.module. Under torchrun, bilevel itself gives each process its share of the batches "
+                "and averages what they find."
             )
         if dynamo is not None and isinstance(part, dynamo.OptimizedModule):
             raise ValueError(

@@ -9,12 +9,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bilevel.parallel import Group
 from bilevel.problem.model import Model
 from bilevel.problem.problem import Problem
 
 
 class Variables(nn.Module):
-    """The solver's own copy of the inner variables and buffers, so that the user's module keeps its values."""
+    """The solver's own copy of the inner variables and buffers, so that the user's module keeps its values.
+
+    Attributes:
+        group: The processes that train them together, or None.
+        changed: With several processes, the buffers that the network has changed so far.
+    """
+
+    group: Group | None = None
+    changed: frozenset[str] = frozenset()
+    _moving: tuple[str, ...] | None = None
 
     def __init__(self, problem: Problem) -> None:
         """Copy the start of the problem."""
@@ -76,7 +86,10 @@ class Variables(nn.Module):
         def predict(params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
             live = self.buffer_values() if buffers is None else buffers
             tensors = {**params, **{name: buffer.clone() for name, buffer in live.items()}}
+            copies = None if self.group is None else {name: tensors[name] for name in live}
             output = self.problem.call(tensors, args, kwargs)
+            if update_buffers and copies is not None:
+                self._look_for_changes(live, copies, tensors)
             if update_buffers:
                 with torch.no_grad():
                     for name, buffer in live.items():
@@ -89,3 +102,37 @@ class Variables(nn.Module):
             return output
 
         return predict
+
+    def _look_for_changes(
+        self, before: Mapping[str, Tensor], copies: Mapping[str, Tensor], after: Mapping[str, Tensor]
+    ) -> None:
+        """Note which buffers a pass has changed."""
+        for name in before.keys() - self.changed:
+            if after[name] is not copies[name] or copies[name]._version > 0:
+                self.changed |= {name}
+            elif self._moving is None and not torch.equal(before[name], after[name]):
+                self.changed |= {name}  # BatchNorm does not say that it writes into its statistics
+
+    def moving(self, group: Group) -> tuple[str, ...]:
+        """The buffers that steps change, such as BatchNorm statistics, which the processes average after each step.
+
+        The processes agree on them at the first step.
+
+        Returns:
+            Names of floating-point buffers.
+
+        Raises:
+            RuntimeError: If the network changes another one later.
+        """
+        if self._moving is None:
+            names = set[str]().union(*group.gather(self.changed))
+            self._moving = tuple(n for n, b in self.buffer_values().items() if n in names and b.is_floating_point())
+            self.changed = frozenset(names)
+        late = [n for n, b in self.buffer_values().items() if n in self.changed and b.is_floating_point()]
+        if len(late) > len(self._moving):
+            (name, *_) = sorted(set(late) - set(self._moving))
+            raise RuntimeError(
+                f"the network changed its buffer {name!r} for the first time after the first step. With several "
+                "processes, a buffer that changes must do so from the first step on; or pass distributed=False."
+            )
+        return self._moving

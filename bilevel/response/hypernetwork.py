@@ -156,12 +156,18 @@ class HypernetworkResponse(BestResponse):
         Returns:
             A tensor of shape ``(h,)``, or ``(B, h)`` with one for each example.
         """
-        return self.scale.sample(self._examples(batch)).detach()
+        return self._sample(batch).detach()
 
     @override
     def outer_perturbation(self, batch: Any) -> Tensor | None:
         r"""Draw :math:`\epsilon` differentiably in :math:`\sigma`; None if the outer loss is not perturbed."""
-        return self.scale.sample(self._examples(batch)) if self.scale.perturb_outer else None
+        return self._sample(batch) if self.scale.perturb_outer else None
+
+    def _sample(self, batch: Any) -> Tensor:
+        group, examples = self.inner.group, self._examples(batch)
+        if group is None:
+            return self.scale.sample(examples)
+        return self.scale.sample(examples, group.normal(self.scale().detach()))
 
     def change(self, shift: Tensor) -> dict[str, Tensor]:
         r"""The change of the weights, :math:`\Theta\,\delta`.

@@ -23,6 +23,8 @@ from typing_extensions import override
 
 from bilevel.checks import check_continuous, check_dependence, check_outputs, check_smooth, isolated, repeatable
 from bilevel.linear_solvers import CG, LinearSolver, LinearSolverError
+from bilevel.linear_solvers.base import Matvec
+from bilevel.parallel import count, plain
 from bilevel.precision import has_half_precision, own_precision
 from bilevel.problem import Loss, Model, Problem
 from bilevel.response.base import BestResponse, Doubt, Method
@@ -135,8 +137,9 @@ class ImplicitResponse(BestResponse):
     def jvp(self, hyper: Tensor, tangent: Tensor, train_batch: Any = None) -> dict[str, Tensor]:
         r"""The product :math:`-\mathbf{H}^{-1} \frac{\partial^2 \mathcal{L}_T}{\partial w\,\partial \lambda} v`."""
         with own_precision(hyper.device):
-            curvature = self._curvature(hyper, train_batch)
-            solution = self.settings.linear_solver(curvature.product, -curvature.cross_jvp(tangent))
+            curvature, share = self._curvature(hyper, plain(train_batch)), self._share(train_batch)
+            right = -curvature.cross_jvp(tangent)
+            solution = self.settings.linear_solver(self._added(curvature, share), self._add(right, share))
         return dict(zip(self.inner.params(), unflatten(solution, curvature.weights), strict=True))
 
     @override
@@ -154,11 +157,12 @@ class ImplicitResponse(BestResponse):
             cotangent: The weights u, flat.
 
         Returns:
-            A tensor of shape ``(h,)``.
+            A tensor of shape ``(h,)``; with several processes, the part of this one, of the sum of all their u.
         """
-        curvature = self._products(hyper, train_batch)
+        curvature, share = self._products(hyper, plain(train_batch)), self._share(train_batch)
         guess = self.guess if self.settings.warm_start else None
-        found = self.settings.linear_solver.attempt(curvature.product, cotangent, guess)
+        right = cotangent if self.inner.group is None else self.inner.group.add([cotangent])[0]
+        found = self.settings.linear_solver.attempt(self._added(curvature, share), right, guess)
         self._solution = found.solution
 
         def settle(facts: list[float]) -> None:
@@ -174,7 +178,22 @@ class ImplicitResponse(BestResponse):
             settle(found.facts.tolist())
         else:
             self.doubts.append(Doubt(found.facts, settle))
-        return -curvature.cross_vjp(found.solution)
+        part = -curvature.cross_vjp(found.solution)
+        return part if share is None else torch.where(share == 0, 0.0, share.to(part) * part)
+
+    def _share(self, batch: Any) -> Tensor | None:
+        """The part of the examples that this process has, or None if it is the only one."""
+        group = self.inner.group
+        return None if group is None else group.share(count(self.problem.examples, batch))
+
+    def _added(self, curvature: Curvature | Products, share: Tensor | None) -> Matvec:
+        """Products with the curvature of all processes: one all-reduce each, of the size of the weights."""
+        return curvature.product if share is None else lambda vector: self._add(curvature.product(vector), share)
+
+    def _add(self, vector: Tensor, share: Tensor | None) -> Tensor:
+        if self.inner.group is None or share is None:
+            return vector
+        return self.inner.group.add([share.to(vector) * vector], share)[0]
 
     def _products(self, hyper: Tensor, batch: Any) -> Curvature | Products:
         """The curvature that a solve uses."""

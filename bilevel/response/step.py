@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from bilevel.autodiff import vjp
 from bilevel.compilation import Later
 from bilevel.optimizers import DifferentiableOptimizer, clip, differentiable_entries
+from bilevel.parallel import Group, count, entered, mean_with_graph, plain
 from bilevel.problem import Loss, Variables
 
 Tangent = list[Tensor | None]
@@ -129,7 +130,7 @@ class Step:
             What it made.
         """
         leaves = point.leaves(requires_grad=True)
-        slopes, buffers, loss = self._slopes(hyper.detach(), leaves, batch, leaves.weights)
+        slopes, buffers, loss = self._slopes(hyper.detach(), leaves, batch)
         return _made(*self._move(leaves, slopes, buffers, None), loss)
 
     def extend(self, hyper: Tensor, point: Point, batch: Any) -> Made:
@@ -143,7 +144,7 @@ class Step:
         Returns:
             What it made. Its point keeps the graph so far.
         """
-        slopes, buffers, loss = self._slopes(hyper, point, batch, point.weights)
+        slopes, buffers, loss = self._slopes(hyper, point, batch)
         with torch.enable_grad():
             new, norm = self._move(point, slopes, buffers, None)
         return _made(new, norm, loss, keep_graph=True)
@@ -164,7 +165,7 @@ class Step:
             variables and of the hyperparameters.
         """
         leaves, leaf = point.leaves(requires_grad=True), hyper.detach().requires_grad_()
-        slopes, buffers, loss = self._slopes(leaf, leaves, batch, leaves.weights)
+        slopes, buffers, loss = self._slopes(leaf, leaves, batch)
         with torch.enable_grad():
             new, norm = self._move(leaves, slopes, buffers, settings)
         inputs, outputs = [*leaves.variables(), leaf], new.variables()
@@ -191,8 +192,11 @@ class Step:
             hyperparameters to those of the new variables.
         """
         leaves, leaf = point.leaves(requires_grad=True), hyper.detach().requires_grad_()
-        slopes, buffers, loss = self._slopes(leaf, leaves, batch, [*leaves.weights, leaf])
-        gradients = [None if slope is None else slope.detach().requires_grad_() for slope in slopes[:-1]]
+        slopes, buffers, loss = self._local_slopes(leaf, leaves.weights, leaves, batch, [*leaves.weights, leaf])
+        detached = [None if slope is None else slope.detach() for slope in slopes[:-1]]
+        if self.inner.group is not None:
+            detached, loss = self._average(self.inner.group, detached, buffers, loss, batch)
+        gradients = [None if slope is None else slope.requires_grad_() for slope in detached]
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
         with torch.enable_grad():
             new, norm = self._move(leaves, gradients, buffers, settings)
@@ -203,17 +207,45 @@ class Step:
         def push(tangent: Sequence[Tensor | None]) -> Tangent:
             *old, direction = tangent
             change = vjp(slopes, leaves.weights, [*old[: len(leaves.weights)], direction], retain_graph=True)
+            if self.inner.group is not None:
+                change, _ = self.inner.group.mean(change, leaves.weights, self._weight(batch))
             return vjp(transposed, probes, [*old, *(change[index] for index in present)], retain_graph=True)
 
         return _made(new, norm, loss), [Later(push, [*leaves.variables(), leaf])]
 
-    def _slopes(
-        self, hyper: Tensor, point: Point, batch: Any, inputs: list[Tensor]
-    ) -> tuple[list[Tensor | None], dict[str, Tensor], Loss]:
+    def _slopes(self, hyper: Tensor, point: Point, batch: Any) -> tuple[list[Tensor | None], dict[str, Tensor], Loss]:
         """The gradient of the inner loss with its graph, the buffers after its pass, and the loss."""
+        group = self.inner.group
+        if group is None:
+            return self._local_slopes(hyper, point.weights, point, batch, point.weights)
+        with torch.enable_grad():
+            weights = entered(group, point.weights)
+            slopes, buffers, loss = self._local_slopes(hyper, weights, point, batch, weights)
+            slopes, loss = self._average(group, slopes, buffers, loss, batch)
+        return slopes, buffers, loss
+
+    def _average(
+        self, group: Group, slopes: list[Tensor | None], buffers: dict[str, Tensor], loss: Loss, batch: Any
+    ) -> tuple[list[Tensor | None], Loss]:
+        """The same over all processes, by one all-reduce; buffers in place."""
+        names = self.inner.moving(group)
+        others = [loss.value.detach(), *(buffers[name] for name in names)]
+        means, (value, *moved) = mean_with_graph(group, slopes, list(self.inner.weights), self._weight(batch), others)
+        buffers.update(zip(names, moved, strict=True))
+        return means, Loss(value, loss.aux)
+
+    def _weight(self, batch: Any) -> int:
+        examples = count(self.inner.problem.examples, batch)
+        return 1 if examples is None else examples
+
+    def _local_slopes(
+        self, hyper: Tensor, weights: list[Tensor], point: Point, batch: Any, inputs: list[Tensor]
+    ) -> tuple[list[Tensor | None], dict[str, Tensor], Loss]:
+        """The same for the batch of this process."""
         problem = self.inner.problem
         buffers = {name: buffer.clone() for name, buffer in point.buffers.items()}
-        named = dict(zip(problem.params, point.weights, strict=True))
+        named = dict(zip(problem.params, weights, strict=True))
+        batch = plain(batch)
         with torch.enable_grad():
             loss = problem.inner_loss(self.inner.model(named, buffers=buffers, update_buffers=True), hyper, batch)
             # Always with a graph, so that a repeated step is the same to the last bit.

@@ -232,8 +232,12 @@ class UnrolledResponse(BestResponse):
         moments = len(end.variables()) - len(end.weights)
 
         def pull_to_hyper(cotangents: Sequence[Tensor]) -> Tensor:
+            group = self.inner.group
+            cotangents = cotangents if group is None else group.add(cotangents)
             first, total = pull([*cotangents, *[None] * moments], torch.zeros_like(hyper))
             part = vjp(start.weights, [leaf], first[: len(start.weights)])[0] if skipped == 0 else None
+            if part is not None and group is not None:  # the others add the same
+                part = part / group.size
             return total if part is None else total + part
 
         return self._finish(trajectory, end), pull_to_hyper

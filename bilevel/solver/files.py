@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,15 @@ def save(solver: Solver, path: Path) -> None:
 
     Raises:
         CheckpointError: If it cannot be written.
-    """
+    """  # noqa: DOC502
     state = {"solver": solver.state_dict(), "fingerprint": solver.fingerprint}
+    if solver.group is None:
+        _write(state, path)
+    else:
+        solver.group.from_main(partial(_write, state, path))
+
+
+def _write(state: dict[str, Any], path: Path) -> None:
     store = Store(path)
     try:
         store.anew()
@@ -46,14 +54,15 @@ def load(solver: Solver, path: Path, *, override: bool) -> None:
     Raises:
         CheckpointError: If the file cannot be used.
     """
-    content, problem, _ = newest(path)
+    content, problem, _ = newest(path) if solver.group is None else solver.group.from_main(partial(newest, path))
     if content is None:
         raise CheckpointError(f"checkpoint: {path} does not exist.")
     if problem is not None:
         warnings.warn(problem, CheckpointWarning, stacklevel=3)
     try:
         state, before = content["solver"], content["fingerprint"]
-        changed = differences(before, solver.fingerprint)
+        found = partial(differences, before, solver.fingerprint)
+        changed = found() if solver.group is None else solver.group.from_main(found)
         if changed and override and not any(name in FIXED for name in changed):
             state = taken_over(solver, state, before, changed)
         elif changed:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from bilevel.compilation import OfModule, gains
 from bilevel.interrupts import safe_point
 from bilevel.linear_solvers import LinearSolverError
+from bilevel.parallel import Group, Nothing, count, plain
 from bilevel.problem import Loss, Model, Problem
 from bilevel.response import BestResponse
 from bilevel.rng import Repeated, Stream
@@ -44,6 +45,7 @@ class Differentiation:
         self._rest = optimization.params.get("response", [])
         self._scale = optimization.params.get("scale", [])
         self._users = [param for param in self._problem.params.values() if param.requires_grad]
+        self._share: Tensor | None = None  # of this process in the examples of an outer step, if there are several
         self.inner: OfModule | None = None
         self.outer: OfModule | None = None
         if compile and response.pure and gains(self._problem.module, self._problem.device):
@@ -61,19 +63,53 @@ class Differentiation:
         Returns:
             As there.
         """
+        group = self._response.inner.group
+        if group is not None:
+            return self._of_all_processes(group, hyper, batches)
+        return self._of_batches(hyper, batches)
+
+    def _of_batches(self, hyper: Tensor, batches: list[Any]) -> tuple[Loss, list[Tensor], Gradients]:
+        """The same in one process, whatever there is in others."""
         if len(batches) == 1:
-            return self.of_inner_loss(hyper, batches[0])
-        sizes = [self._problem.examples(batch) for batch in batches]
-        counts = [1 if None in sizes else size or 0 for size in sizes]
-        total = sum(counts) or math.nan  # no example at all: reported as a loss that is not finite
+            return self.of_inner_loss(hyper, plain(batches[0]))
+        counts, total = self._counts(batches)
+        if total == 0 and any(isinstance(batch, Nothing) for batch in batches):
+            return self._of_batches(hyper, [plain(batches[0])])
         values: list[Tensor] = []
         gradients: Gradients = {}
-        for batch, count in zip(batches, counts, strict=True):
-            loss, new_values, new = self.of_inner_loss(hyper, batch)
-            share = count / total
+        for index, (batch, size) in enumerate(zip(batches, counts, strict=True)):
+            if self._response.inner.group is not None:
+                self._response.inner.group.index = index  # another perturbation for each
+            loss, new_values, new = self.of_inner_loss(hyper, plain(batch))
+            share = size / (total or math.nan)  # no example at all: reported as a loss that is not finite
             values = _add_share(values, new_values, share)
             gradients = {name: _add_share(gradients.get(name, []), found, share) for name, found in new.items()}
         return Loss(values[0], loss.aux), values, gradients
+
+    def _counts(self, batches: list[Any]) -> tuple[list[int], int]:
+        """How much each batch counts, and all together."""
+        sizes = [count(self._problem.examples, batch) for batch in batches]
+        counts = [1 if None in sizes else size or 0 for size in sizes]
+        return counts, sum(counts)
+
+    def _of_all_processes(
+        self, group: Group, hyper: Tensor, batches: list[Any]
+    ) -> tuple[Loss, list[Tensor], Gradients]:
+        """The averages over the batches of all processes: an all-reduce for the weights, one for the response."""
+        loss, values, gradients = self._of_batches(hyper, batches)
+        inner, (_, weight) = self._response.inner, self._counts(batches)
+        buffers = [inner.buffer_values()[name] for name in inner.moving(group)]
+        others = [*values, *buffers]
+        weights: list[Tensor] = [*self._weights]
+        found, _ = group.mean([*gradients["weights"], *others], [*weights, *others], weight)
+        means = {"weights": found[: len(weights)]}
+        if "response" in gradients:
+            means["response"], _ = group.mean(gradients["response"], self._rest, weight)
+        rest = [part for part in found[len(weights) :] if part is not None]
+        with torch.no_grad():
+            for buffer, value in zip(buffers, rest[len(values) :], strict=True):
+                buffer.copy_(value)
+        return Loss(rest[0], loss.aux), rest[: len(values)], means
 
     def of_inner_loss(self, hyper: Tensor, batch: Any) -> tuple[Loss, list[Tensor], Gradients]:
         """Differentiate the terms that the response minimises.
@@ -105,6 +141,14 @@ class Differentiation:
         Returns:
             The outer loss, and its gradient in λ, directly and through the weights, and in the raw scale.
         """
+        group = self._response.inner.group
+        if group is not None:
+            train_batch, valid_batch = batches
+            self._share = group.share(count(self._problem.examples, valid_batch)).to(hyper)
+            group.at("outer", steps[1])
+            loss, slopes = self._slopes(self._scale, hyper, train_batch, plain(valid_batch), steps)
+            *slopes, value = group.add([*slopes, self._share * loss.value.to(hyper)], self._share)
+            return Loss(value, loss.aux), slopes
         if self.outer is None:
             return self._slopes(self._scale, hyper, *batches, steps)
         loss, slopes = self.outer(hyper, None, batches[1], None)
@@ -118,7 +162,7 @@ class Differentiation:
             batch: For the inner loss.
         """
         with buffers_kept(self._response.inner), Stream.current(self._problem.device)():
-            self.of_inner_loss(hyper, batch)
+            self.of_inner_loss(hyper, plain(batch))
 
     def _terms(
         self, params: Sequence[Tensor], hyper: Tensor, batch: Any
@@ -185,12 +229,16 @@ class Differentiation:
         objective = loss.value
         if self._response.scale is not None and scale:
             objective = objective + self._response.scale.penalty()
+        if self._share is not None:  # so that the gradients of all processes add up
+            objective = objective * self._share.to(objective)
         inputs = [direct, through_weights, *scale]
         try:
             found = self._differentiate("outer_loss", objective, inputs)
         except LinearSolverError:
             if steps is not None:  # a loss that is not finite is the cause then, and the better message
                 value = loss.value.detach().to(hyper)
+                if self._share is not None and self._response.inner.group is not None:
+                    (value,) = self._response.inner.group.add([self._share * value], self._share)
                 zero = value.new_zeros(1)
                 self._finite.outer(steps[1], value, value[None], zero, zero[0], steps[0])
             raise

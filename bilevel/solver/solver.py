@@ -7,22 +7,21 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from bilevel.arguments import check_flag, check_integer, check_one_process
+from bilevel.arguments import check_flag, check_integer
 from bilevel.batches import to_device
 from bilevel.hyper import Named
 from bilevel.interrupts import Waiting
 from bilevel.linear_solvers import LinearSolverError, NotFiniteSystemError
+from bilevel.parallel import join, share
 from bilevel.precision import own_precision
 from bilevel.problem import Problem
 from bilevel.response import BestResponse, Method, get_method
-from bilevel.rng import Stream
-from bilevel.solver import files, steps
+from bilevel.solver import files, steps, together
 from bilevel.solver import state as states
 from bilevel.solver.evaluation import mean_outer_loss
 from bilevel.solver.fingerprint import fingerprint
@@ -63,6 +62,8 @@ class Solver:
         fingerprint: What the solver is made of, to be compared with a file.
         first_look: The checks of new kinds of batches.
         streams: The random streams of the data, of the losses and of evaluations.
+        group: The processes that solve the problem together, or None if there is one only.
+        seed: Of these streams.
         inner_steps: How many inner steps have been made.
         outer_steps: How many outer steps have been made.
         inner_aux: What the inner loss last returned beside its value.
@@ -84,6 +85,7 @@ class Solver:
         on_nan: str = "raise",
         max_bad_steps: int = 10,
         seed: int = 0,
+        distributed: bool = True,
     ) -> None:
         """Bind the method to the problem and build the optimizers.
 
@@ -112,23 +114,24 @@ class Solver:
                 for the device in every step.
             max_bad_steps: With ``"skip"`` and ``"rollback"``, raise after more bad steps in a row.
             seed: Of the solver's own random streams.
+            distributed: Solve together with the other processes, if torchrun started several; see :doc:`parallel`.
 
         Raises:
             TypeError: If ``problem`` is not a problem, or the method does not make a response.
-            ValueError: If the method cannot be compiled.
+            ValueError: If the method cannot be compiled, or the processes have different arguments.
         """
         if not isinstance(problem, Problem):
             raise TypeError(f"problem must be a bilevel.Problem, got {type(problem).__name__}.")
-        check_one_process()
+        check_flag("distributed", distributed)
         self.problem = problem
         self.method = get_method(method)
         check_integer("seed", seed, 0)
         check_flag("compile", compile)
-        seeds = np.random.SeedSequence(seed).generate_state(3, np.uint64)
-        self.streams = {
-            name: Stream(int(value), problem.device)
-            for name, value in zip(("data", "loss", "evaluation"), seeds, strict=True)
-        }
+        self.group = join(problem.device) if distributed else None
+        if self.group is not None and compile:
+            raise ValueError("compile=True is for one process: leave it out, or pass distributed=False.")
+        self.seed = seed
+        self.streams = together.streams(seed, problem.device, self.group)
         with self.streams["loss"]():
             self.response = self.method.bind(problem)
         if not isinstance(self.response, BestResponse):
@@ -142,6 +145,9 @@ class Solver:
                 f"{type(self.response).__name__} does not: leave it out."
             )
         self.vector = nn.Parameter(problem.initial_hyper())
+        self.response.inner.group = self.group
+        if self.group is not None:
+            together.start(self, self.group, seed)
         self.optimization = Optimization(
             self.response,
             self.vector,
@@ -253,19 +259,19 @@ class Solver:
         """
         self.check()
         with Waiting():
-            self._restart()
+            states.restart(self)
 
-    def _restart(self) -> None:
-        with self.streams["loss"]():
-            fresh = self.method.bind(self.problem).state_dict()
-        kept = {name: value for name, value in self.response.state_dict().items() if name.startswith("scale.")}
-        self.response.load_state_dict(fresh | kept)
-        start = self.problem.start(self.vector.detach())
-        with torch.no_grad():
-            for weight, value in zip(self.response.inner.weights, start.values(), strict=True):
-                weight.copy_(value)
-        self.optimization.restart_inner()
-        self.guard.forget()  # a bad step would lead back to before the restart
+    def share(self, loader: Any) -> Any:
+        """The batches of this process, if there are several: of a map-style loader its part of the examples.
+
+        Args:
+            loader: Any re-iterable of batches, the same in every process.
+
+        Returns:
+            A re-iterable of as many batches as the other processes have, for :meth:`inner_step` and :meth:`outer_step`;
+            the loader itself if there is one process.
+        """
+        return share(loader, self.group, self.streams.get("order", self.streams["data"]))
 
     def evaluate(self, loader: Iterable[Any] | None = None) -> float:
         """The outer loss over a whole set, at the current weights and unperturbed hyperparameters.
@@ -273,7 +279,8 @@ class Solver:
         Changes nothing, and does not consume the random numbers of the run.
 
         Args:
-            loader: Batches, weighted by their number of examples; None evaluates the loss once without a batch.
+            loader: Batches, weighted by their number of examples; None evaluates the loss once without a batch. Several
+                processes are given the same loader, and each evaluates its part.
 
         Returns:
             The mean loss.
@@ -333,6 +340,8 @@ class Solver:
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue bit for bit: tensors and plain types only, all finite.
 
+        If there are several processes, all of them have to call it, and get the state of all.
+
         Returns:
             A dict that ``torch.save`` writes and ``torch.load(weights_only=True)`` reads.
 
@@ -340,10 +349,13 @@ class Solver:
             DivergenceError: As :meth:`check`. Called again, it returns the last good state.
         """  # noqa: DOC502
         self.check()
-        return states.save(self)
+        ranks = {} if self.group is None else {"ranks": self.group.gather(states.streams(self))}
+        return states.save(self) | ranks
 
     def save(self, path: str | Path) -> None:
         """Write :meth:`state_dict` to a file, whole or not at all, with a checksum; the one before stays, as ``.1``.
+
+        Of several processes, the first one writes.
 
         Args:
             path: Of the file.
@@ -371,21 +383,8 @@ class Solver:
 
         Raises:
             ValueError: If the state does not belong to such a solver; this solver is then unchanged.
-        """
-        own = states.save(self)
-        states.check(state, own)
-        with Waiting():
-            try:
-                states.check_parts(state, own)
-                states.load(self, state)
-            except Exception as error:
-                states.load(self, own)
-                raise ValueError(f"state does not fit this solver: {error}") from error
-            bad = self.guard.site()
-            if bad is not None:
-                states.load(self, own)
-                raise ValueError(f"state is not finite: {bad} is NaN or infinite; load an earlier one.")
-            self.guard.forget()
+        """  # noqa: DOC502
+        states.restore(self, state)
 
     def to_device(self, batch: Any) -> Any:
         """Move a batch to the device of the weights: its tensors, and what has a ``to`` of its own.

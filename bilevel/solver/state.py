@@ -9,6 +9,8 @@ import torch
 
 from bilevel.arguments import check_integer
 from bilevel.checkpoint import check_layout
+from bilevel.interrupts import Waiting
+from bilevel.solver import together
 
 if TYPE_CHECKING:
     from bilevel.solver.solver import Solver
@@ -35,10 +37,19 @@ def live(solver: Solver) -> dict[str, Any]:
         "vector": solver.vector.detach(),
         "response": dict(solver.response.state_dict()),
         **solver.optimization.state_dict(),
-        "streams": {name: stream.state_dict() for name, stream in solver.streams.items()},
+        "streams": streams(solver),
         "inner_steps": solver.inner_steps,
         "outer_steps": solver.outer_steps,
     }
+
+
+def streams(solver: Solver) -> dict[str, Any]:
+    """The states of the random streams.
+
+    Returns:
+        By name.
+    """
+    return {name: stream.state_dict() for name, stream in solver.streams.items()}
 
 
 def check(state: Any, own: dict[str, Any]) -> None:
@@ -78,3 +89,42 @@ def load(solver: Solver, state: dict[str, Any]) -> None:
     solver.response.load_state_dict(state["response"])
     solver.optimization.load_state_dict(state)
     solver.inner_steps, solver.outer_steps = state["inner_steps"], state["outer_steps"]
+
+
+def restore(solver: Solver, state: dict[str, Any]) -> None:
+    """What :meth:`Solver.load_state_dict` documents.
+
+    Raises:
+        ValueError: If the state does not fit; the solver is then unchanged.
+    """
+    own = save(solver)
+    check(state, own)
+    state = together.of_this_process(state, own, solver.group)
+    with Waiting():
+        try:
+            check_parts(state, own)
+            load(solver, state)
+        except Exception as error:
+            load(solver, own)
+            raise ValueError(f"state does not fit this solver: {error}") from error
+        bad = solver.guard.site()
+        if bad is not None:
+            load(solver, own)
+            raise ValueError(f"state is not finite: {bad} is NaN or infinite; load an earlier one.")
+        solver.guard.forget()
+
+
+def restart(solver: Solver) -> None:
+    """What :meth:`Solver.restart` documents."""
+    with solver.streams["loss"]():
+        fresh = solver.method.bind(solver.problem).state_dict()
+    kept = {name: value for name, value in solver.response.state_dict().items() if name.startswith("scale.")}
+    solver.response.load_state_dict(fresh | kept)
+    start = solver.problem.start(solver.vector.detach())
+    with torch.no_grad():
+        for weight, value in zip(solver.response.inner.weights, start.values(), strict=True):
+            weight.copy_(value)
+    if solver.group is not None:
+        solver.group.broadcast(together.state(solver))
+    solver.optimization.restart_inner()
+    solver.guard.forget()  # a bad step would lead back to before the restart

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from bilevel.parallel import plain
 from bilevel.precision import own_precision
+from bilevel.solver import together
 from bilevel.solver.optimization import Gradients
 
 if TYPE_CHECKING:
@@ -54,7 +56,9 @@ def inner(solver: Solver, batches: tuple[Any, ...]) -> Tensor:
         with solver.streams["loss"](), own_precision(solver.problem.device):
             moved = [solver.to_device(batch) for batch in batches]
             for batch in moved:
-                solver.first_look.inner(solver.vector.detach(), batch)
+                solver.first_look.inner(solver.vector.detach(), plain(batch))
+            if solver.group is not None:
+                solver.group.at("inner", solver.inner_steps)
             loss, values, gradients = solver._differentiation.of_inner_losses(solver.vector.detach(), moved)
             norms = solver.optimization.set_gradients(gradients)
             view = state.look()
@@ -103,8 +107,8 @@ def outer(solver: Solver, train_batch: Any, valid_batch: Any) -> OuterStep:
                 solver._differentiation.rehearse(hyper, train_batch[0])
             if not solver.response.pure:  # otherwise it does not read the training batch
                 for batch in train_batch if solver.response.unrolled_steps else [train_batch]:
-                    solver.first_look.inner(hyper, batch)
-            solver.first_look.outer(hyper, valid_batch)
+                    solver.first_look.inner(hyper, plain(batch))
+            solver.first_look.outer(hyper, plain(valid_batch))
             steps = (solver.inner_steps, solver.outer_steps)
             loss, slopes = solver._differentiation.of_outer_loss(hyper, (train_batch, valid_batch), steps)
             solver.first_look.reads()
@@ -126,6 +130,8 @@ def outer(solver: Solver, train_batch: Any, valid_batch: Any) -> OuterStep:
             # The step is made before it is judged, so that all flags are read from the device at once.
             moved = torch.cat([value.flatten() for value in solver.hyper.values()])
             state = solver.guard.finite.number(guard.step.look().tensors)
+            if solver.group is not None:
+                together.compare(solver, solver.group)
             solver.guard.finite.outer(solver.outer_steps, loss.value, norms, moved, state, solver.inner_steps)
         solver.outer_steps += 1
         made = solver.response.steps
