@@ -49,6 +49,7 @@ def _chosen(dim: int, ids: Tensor, count: int) -> Layout:
 
 
 def dims_of(x: Tensor, *dims: int) -> list[int]:
+    """Dimensions of a tensor, counted from the front."""
     return [dim % x.ndim for dim in dims]
 
 
