@@ -602,7 +602,7 @@ def nan_gradient(loss):
 def test_an_inner_loss_that_is_not_finite_is_named_and_undone(method, value, shown, step):
     terms = 1 if method == "stn" else 2
     module = network(nn.BatchNorm1d(4), nn.Dropout(0.5))
-    bad_loss = at_call(terms * step, lambda loss: loss + value, inner_loss)
+    bad_loss = at_call(terms * (step + 1) - 1, lambda loss: loss + value, inner_loss)  # the last term
     solver = make_solver(make_problem(module, inner_loss=bad_loss), method=method, inner_optimizer=torch.optim.Adam)
     for batch in batches()[:step]:
         solver.inner_step(batch)
@@ -617,7 +617,7 @@ def test_an_inner_loss_that_is_not_finite_is_named_and_undone(method, value, sho
 
 @pytest.mark.usefixtures("unchecked")
 def test_a_loss_that_is_bad_at_perturbed_hyperparameters_only_says_so():
-    solver = make_solver(make_problem(inner_loss=at_call(1, lambda loss: loss * math.nan, inner_loss)))
+    solver = make_solver(make_problem(inner_loss=at_call(0, lambda loss: loss * math.nan, inner_loss)))
     with pytest.raises(bilevel.DivergenceError, match=r"inner loss is \S+, at perturbed hyperparameters nan"):
         solver.inner_step((X, Y))
 
@@ -647,7 +647,7 @@ def test_an_outer_loss_that_is_not_finite_is_named_and_undone():
 
 @pytest.mark.usefixtures("unchecked")
 def test_a_diverging_run_keeps_best_and_history():
-    loss = at_call(2 * 5, lambda loss: loss * math.nan, inner_loss)  # the first term of the sixth step
+    loss = at_call(2 * 5 + 1, lambda loss: loss * math.nan, inner_loss)  # the last term of the sixth step
     with pytest.raises(bilevel.DivergenceError, match=r"inner loss is nan.* at inner step 5") as caught:
         solve(make_problem(inner_loss=loss), steps=9, evaluate_every=1)
     solution, undisturbed = caught.value.solution, solve(steps=2, evaluate_every=1)

@@ -388,7 +388,7 @@ def test_right_or_refused(name):
     code = CODES[name]
     net, batch = code.net(), code.batch()
     problem = Problem(net, inner_loss=code.loss, outer_loss=code.loss, hyper=code.hyper)
-    solver = Solver(problem, method="centered_stn")
+    solver = Solver(problem, method=bilevel.CenteredSTN(perturb="example"))
     if code.refused is None:
         solver.inner_step(batch)
     else:
@@ -407,12 +407,12 @@ def test_right_or_refused(name):
         assert (ours - theirs).norm() > 1e-3 * theirs.norm(), "it was refused, but it is right"
 
 
-@pytest.mark.parametrize("method", ["stn", "centered_stn", "delta_stn"])
+@pytest.mark.parametrize("method", [bilevel.STN, bilevel.CenteredSTN, bilevel.DeltaSTN])
 @pytest.mark.parametrize("name", [name for name, code in CODES.items() if code.refused])
 def test_every_method_refuses_and_changes_nothing(name, method):
     code = CODES[name]
     problem = Problem(code.net(), inner_loss=code.loss, outer_loss=code.loss, hyper=code.hyper)
-    solver = Solver(problem, method=method)
+    solver = Solver(problem, method=method(perturb="example"))
     before = solver.state_dict()
     with pytest.raises(ValueError, match=code.refused):
         solver.inner_step(code.batch())
