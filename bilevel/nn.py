@@ -59,6 +59,7 @@ class LSTM(_Recurrent):
     Takes the same arguments, has the same parameters and returns the same.
 
     Example:
+        >>> import torch
         >>> net = LSTM(3, 4, batch_first=True)
         >>> output, (hidden, cell) = net(torch.zeros(2, 5, 3))
         >>> output.shape, hidden.shape
@@ -95,6 +96,7 @@ class GRU(_Recurrent):
     Takes the same arguments, has the same parameters and returns the same.
 
     Example:
+        >>> import torch
         >>> output, hidden = GRU(3, 4, batch_first=True)(torch.zeros(2, 5, 3))
         >>> output.shape, hidden.shape
         (torch.Size([2, 5, 4]), torch.Size([1, 2, 4]))

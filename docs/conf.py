@@ -23,7 +23,11 @@ extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.doctest",
 exclude_patterns = ["_build"]
 nitpicky = True
 # Types of other projects: linking to their pages would need the network.
-nitpick_ignore = [("py:class", "bilevel.structure.respond.R")]  # a type variable
+nitpick_ignore = [
+    ("py:class", "bilevel.structure.respond.R"),  # a type variable
+    *(("py:exc", name) for name in ("NoExamples", "NoRule")),  # of bilevel.responding
+    *(("py:class", name) for name in ("Term", "bilevel.layouts.layout.Layout")),
+]
 nitpick_ignore_regex = [("py:.*", r"(abc|collections|contextlib|pathlib|numpy|torch|Tensor|Path|Figure|Axes)(\..*)?")]
 
 autoclass_content = "both"

@@ -181,6 +181,7 @@ def solve(
     if inner_steps is None:
         inner_steps = 0 if method.unrolled_steps else 5
     check_flag("distributed", distributed)
+    check_integer("seed", seed, 0)
     group = join(problem.device) if distributed and isinstance(problem, Problem) else None
     batches = length(share(train, group, Stream(seed, torch.device("cpu"))))
     per_round = accumulate * (inner_steps + outer_steps * method.unrolled_steps)

@@ -30,7 +30,7 @@ class Group:
         rank: From 0 to ``size - 1``; process 0 writes and prints.
         size: How many there are.
         device: Of the tensors that are added up.
-        index: Of the batch within a step, for :meth:`normal`.
+        index: Of the batch within a step, for the numbers that all processes draw alike.
         order: A checksum of the order in which batches were given out, the same in all processes.
     """
 

@@ -150,8 +150,11 @@ class _Walk:
                 self.add(name)
                 self.see(param.data, depth)
         for part in value.modules():
-            if _of_user(type(part).forward):
-                self._bound(type(part).forward, part, depth)
+            forward = inspect.getattr_static(type(part), "forward", None)
+            if isinstance(part, torch.jit.ScriptModule):
+                self.add(str(part.code))
+            elif _of_user(forward):
+                self._bound(forward, part, depth)
 
     def _code(self, value: CodeType, depth: int, doc: str | None = None) -> None:
         self.add(value.co_code, repr(value.co_names))

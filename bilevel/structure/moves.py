@@ -63,7 +63,7 @@ def repeat(mode: Respond, function: Any, input: Tensor, *sizes: Any) -> Any:
     shape = [1] * (len(times) - input.ndim) + [*input.shape]
     if mode.count > 1 and times == [mode.count] + [1] * (input.ndim - 1):
         # One copy after the other for the examples, (B * rows, ...).
-        value = input.expand(mode.count, *input.shape).flatten(0, 1)
+        value = input.expand(mode.count, *input.shape).flatten(0, 1).clone(memory_format=torch.contiguous_format)
         result = mode.join(value, mode.change(input).flatten(0, 1))
         mode.layouts.note(result, Layout(0, 1, len(input)))
         return result

@@ -26,6 +26,9 @@ def mlp(outputs=1, inputs=5):
     return nn.Sequential(nn.Linear(inputs, 6), nn.Tanh(), nn.Linear(6, outputs))
 
 
+CENTERED = bilevel.CenteredSTN(perturb="example")
+
+
 def numbers():
     return torch.randn(B, 5), torch.randn(B, 1)
 
@@ -34,7 +37,7 @@ def error(model, hyper, batch):
     return F.mse_loss(model(batch[0]), batch[1])
 
 
-def check(net, loss, hyper, batch, method="centered_stn", outer=error):
+def check(net, loss, hyper, batch, method=CENTERED, outer=error):
     problem = Problem(net, inner_loss=loss, outer_loss=outer, hyper=hyper)
     Solver(problem, method=method).inner_step(batch)
 

@@ -262,7 +262,7 @@ class Turned(nn.Module):
 
 def test_the_place_of_the_examples_is_checked_before_the_trace():
     """A batch as long as a layer is wide is in doubt; what the check finds out stays outside of the graph."""
-    with pytest.raises(ValueError, match=r"hyper\['weight'\] for one example reach the loss of other examples"):
+    with pytest.raises(ValueError, match=r"dimension 1 counts the 4 examples"):
         make_solver(problem=problem_of(Turned)).inner_step(batches(1, 4)[0])
     solver = compare(train=batches(2, 4))
     for part in (solver._differentiation.inner, solver._differentiation.outer):
