@@ -241,7 +241,7 @@ def _is_constant(mode: Respond, x: Tensor, weight: Tensor) -> bool:
     """Whether a tensor is neither a weight nor an activation: a number, a mask on the weight, a buffer."""
     if mode.responds(x) or mode.layouts.known(x):
         return False
-    if x.ndim == 0 or x.shape[:1] != (mode.count,):
+    if x.ndim < weight.ndim or x.ndim == 0 or x.shape[:1] != (mode.count,):
         return True
     return x.shape == weight.shape and not (mode.spread(weight) or mode.terms(weight).chosen)
 
