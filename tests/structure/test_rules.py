@@ -453,7 +453,9 @@ def test_a_response_that_would_be_lost_is_refused(use, words, linearized):
 
 
 def test_a_users_operation_can_be_taught(monkeypatch):
-    monkeypatch.setattr(sys.modules["bilevel.structure.respond"], "SMALL", 0)  # all weights are too large to be multiplied out
+    monkeypatch.setattr(
+        sys.modules["bilevel.structure.respond"], "SMALL", 0
+    )  # all weights are too large to be multiplied out
 
     def double(x, weight):
         if torch.overrides.has_torch_function((x, weight)):
