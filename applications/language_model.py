@@ -110,11 +110,10 @@ class Memory:
         return None if self._before is None else self._before._end
 
     def leave(self, state: State) -> None:
-        """Keep the state after this batch, if it is the first evaluation."""
-        if self._end is None:
-            self._end = state[0].detach(), state[1].detach()
-            if self._before is not None:
-                self._before._before = None  # no longer needed: without this, memories of a whole pass would stay
+        """Keep the state after this batch; that of the last evaluation counts, which is not perturbed."""
+        self._end = state[0].detach(), state[1].detach()
+        if self._before is not None:
+            self._before._before = None  # no longer needed: without this, memories of a whole pass would stay
 
 
 @final

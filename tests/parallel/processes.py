@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
 import tempfile
 import traceback
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import distributed as dist
 
@@ -26,12 +28,16 @@ def missing() -> str | None:
 
 def together(size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """What ``function(*args)`` returns in each of several processes, which know each other by a file."""
-    # A fork needs no import of torch; functions of tests can be sent to a process that was spawned, too.
-    context: Any = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    # Forked by a process that has made no gradients yet: autograd's threads do not survive a fork.
+    context: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+    if sys.platform == "linux":
+        context.set_forkserver_preload(["bilevel"])
     with tempfile.TemporaryDirectory() as folder:
         jobs = [context.Process(target=_work, args=(rank, size, folder, function, args)) for rank in range(size)]
-        for job in jobs:
-            job.start()
+        with pytest.MonkeyPatch.context() as patch:  # where the server finds what it is to import
+            patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+            for job in jobs:
+                job.start()
         for job in jobs:
             job.join(LIMIT)
         hanging = [rank for rank, job in enumerate(jobs) if job.is_alive()]
