@@ -120,7 +120,7 @@ def test_runs_that_cannot_be_used_are_named(tmp_path):
         "unfinished": "it has no summary.json, so the run is not finished",
         "damaged": "summary.json is damaged",
         "partial": "'stopped' is missing in summary.json",
-        "listed": "list indices",
+        "listed": "summary.json is damaged",
         "no_history": "history.csv is missing or damaged",
         "half_history": "history.csv is missing or damaged",
         "interrupted": "it was interrupted; the same command goes on with it",

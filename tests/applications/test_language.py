@@ -137,7 +137,7 @@ class Spy:
 
 @pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize(("method", "passes"), [("stn", 1), ("centered_stn", 2), ("delta_stn", 2)])
-def test_a_batch_starts_where_the_first_evaluation_of_the_batch_before_ended(method, passes):
+def test_a_batch_starts_where_the_last_evaluation_of_the_batch_before_ended(method, passes):
     net, text = network(), Streams(random_tokens(60), streams=3, length=6, end=0)
     inner, outer = Spy(training_loss), Spy(validation_loss)
     stated = bilevel.Problem(net, inner_loss=inner, outer_loss=outer, hyper=problem(net).space.hyper)
@@ -149,13 +149,13 @@ def test_a_batch_starts_where_the_first_evaluation_of_the_batch_before_ended(met
     assert len(inner.calls) == 3 * passes
     before = None
     for index in range(3):
-        first, *others = inner.calls[passes * index : passes * (index + 1)]
-        for _, start, _ in (first, *others):
+        *others, last = inner.calls[passes * index : passes * (index + 1)]
+        for _, start, _ in (*others, last):
             assert (start is None) if index == 0 else all(map(torch.equal, start, before))
             assert start is None or not any(part.requires_grad for part in start)
         for _, _, end in others:
-            assert not torch.equal(end[0], first[2][0])
-        before = first[2]
+            assert not torch.equal(end[0], last[2][0])
+        before = last[2]
     steps = [outer.calls[index * (1 + len(text))] for index in range(3)]
     passes = [outer.calls[1 + index * (1 + len(text)) :][: len(text)] for index in range(3)]
     for chain in (steps, *passes):
