@@ -34,7 +34,7 @@ STEPS = 2000
 def small_problem() -> bilevel.Problem:
     """A small network with batch norm and dropout: what grows shows against little."""
     torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(20, 32), nn.BatchNorm1d(32), nn.Tanh(), nn.Dropout(0.2), nn.Linear(32, 3))
+    net = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 3))
 
     def inner_loss(model: bilevel.Model, hyper: Any, batch: Any) -> Tensor:
         return F.cross_entropy(model(batch[0]), batch[1]) + hyper["decay"] * bilevel.l2(model.params)
@@ -45,7 +45,7 @@ def small_problem() -> bilevel.Problem:
     return bilevel.Problem(net, inner_loss=inner_loss, outer_loss=outer_loss, hyper={"decay": bilevel.positive(1e-3)})
 
 
-def batches(seed: int, inputs: int = 20, size: int = 32, count: int = 8) -> list[tuple[Tensor, Tensor]]:
+def batches(seed: int, inputs: int = 5, size: int = 16, count: int = 8) -> list[tuple[Tensor, Tensor]]:
     """Noise with labels that depend on it."""
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(count, size, inputs, generator=draw)

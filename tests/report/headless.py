@@ -89,6 +89,15 @@ class Browser:
         self.call("Emulation.setEmulatedMedia", features=scheme)
         self.call("Emulation.setScriptExecutionDisabled", value=not scripts)
         self.call("Page.navigate", url=path.resolve().as_uri())
+        self.wait_for_load()
+
+    def reload(self) -> None:
+        """Load the page again."""
+        self.call("Page.reload")
+        self.wait_for_load()
+
+    def wait_for_load(self) -> None:
+        """Until a page is there."""
         while self._next().get("method") != "Page.loadEventFired":
             pass
 
