@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -129,10 +129,8 @@ class Respond(TorchFunctionMode):
         return result
 
     def _ruled(self, func: Any, args: Any, kwargs: Any, name: str) -> Any:
-        if any(
-            is_functorch_wrapped_tensor(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)
-        ):
-            raise NoExamples(self.refusal(name, func, "inside of torch.vmap or another transform of the network"))
+        if any(map(_is_mapped, pytree.tree_leaves((args, kwargs)))):
+            raise NoExamples(self.refusal(name, func, "inside of torch.vmap"))
         try:
             if func not in RULES:
                 raise NoRule(self.refusal(name, func, "which has no rule"))
@@ -375,3 +373,12 @@ class Respond(TorchFunctionMode):
             f"each example. Pass perturb='batch' to the method, leave the weight out (structure={{{name!r}: 'none'}}), "
             "or teach the library the operation with bilevel.structure.rule."
         )
+
+
+def _is_mapped(x: Any) -> bool:
+    """Whether a tensor is one row of another, inside of ``torch.vmap``."""
+    while isinstance(x, Tensor) and is_functorch_wrapped_tensor(x):
+        if is_batchedtensor(x):
+            return True
+        x = get_unwrapped(x)
+    return False

@@ -1,6 +1,7 @@
 """Every rule against weights that are multiplied out for each example, and ``torch.func.jvp`` of those."""
 
 import copy
+import sys
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import bilevel
 from bilevel import structure
 from bilevel.problem.weight_norm import _ExactWeightNorm
-from bilevel.responding import Rows
+from bilevel.responding import CannotRespond, Rows
 from bilevel.structure import Gate, Rowwise, respond
 
 H = 3
@@ -452,7 +453,9 @@ def test_a_response_that_would_be_lost_is_refused(use, words, linearized):
 
 
 def test_a_users_operation_can_be_taught(monkeypatch):
-    monkeypatch.setattr("bilevel.structure.respond.SMALL", 0)  # all weights are too large to be multiplied out
+    monkeypatch.setattr(
+        sys.modules["bilevel.structure.respond"], "SMALL", 0
+    )  # all weights are too large to be multiplied out
 
     def double(x, weight):
         if torch.overrides.has_torch_function((x, weight)):
@@ -501,5 +504,5 @@ def test_parameter_counts_are_those_of_the_paper():
 def test_a_weight_in_the_place_of_an_activation_is_refused_even_if_it_has_as_many_rows_as_examples(use):
     net = Lost(use)
     weights, theta, noise = setup(net, 4)
-    with pytest.raises(ValueError, match=r"'weight' is used by (linear|add|cat)"):
+    with pytest.raises(CannotRespond, match=r"'weight' is used by (linear|add|cat)"):
         run(net, weights, theta, noise, torch.randn(4, 4), linearized=False)
