@@ -129,7 +129,7 @@ class Respond(TorchFunctionMode):
         return result
 
     def _ruled(self, func: Any, args: Any, kwargs: Any, name: str) -> Any:
-        if any(_in_vmap(leaf) for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)):
+        if any(map(_is_mapped, pytree.tree_leaves((args, kwargs)))):
             raise NoExamples(self.refusal(name, func, "inside of torch.vmap"))
         try:
             if func not in RULES:
@@ -375,9 +375,9 @@ class Respond(TorchFunctionMode):
         )
 
 
-def _in_vmap(x: Tensor) -> bool:
-    """Whether a tensor hides a dimension; one that only takes part in a gradient does not."""
-    while is_functorch_wrapped_tensor(x):
+def _is_mapped(x: Any) -> bool:
+    """Whether a tensor is one row of another, inside of ``torch.vmap``."""
+    while isinstance(x, Tensor) and is_functorch_wrapped_tensor(x):
         if is_batchedtensor(x):
             return True
         x = get_unwrapped(x)

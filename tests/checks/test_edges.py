@@ -133,6 +133,7 @@ def test_means_that_are_no_norm_are_refused():
             lambda m, h, b: (h["a"] * (m(b[0]) - 1) ** 2).mean(-1),
             hyper,
             numbers(),
+            CenteredSTN(perturb="example"),
             outer=lambda m, h, b: m(b[0]).sum(),
         )
 
@@ -159,7 +160,7 @@ def test_pairs_at_any_distance_are_seen():
             return ((z[:, 0] - z[:, 1]) ** 2).mean() + hyper["a"] * bilevel.l2(model.params)
 
         with pytest.raises(ValueError, match="compares or normalises over the examples"):
-            check(mlp(), pairs, ONE, tuple(part[:16] for part in numbers()))
+            check(mlp(), pairs, ONE, tuple(part[:16] for part in numbers()), CenteredSTN(perturb="example"))
 
 
 def test_generators_and_counters_of_the_user_are_no_mistake():

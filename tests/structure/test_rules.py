@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import bilevel
 from bilevel import structure
 from bilevel.problem.weight_norm import _ExactWeightNorm
-from bilevel.responding import Rows
+from bilevel.responding import CannotRespond, Rows
 from bilevel.structure import Gate, Rowwise, respond
 
 H = 3
@@ -504,5 +504,5 @@ def test_parameter_counts_are_those_of_the_paper():
 def test_a_weight_in_the_place_of_an_activation_is_refused_even_if_it_has_as_many_rows_as_examples(use):
     net = Lost(use)
     weights, theta, noise = setup(net, 4)
-    with pytest.raises((ValueError, NotImplementedError), match=r"'weight' is used by (linear|add|cat)"):
+    with pytest.raises(CannotRespond, match=r"'weight' is used by (linear|add|cat)"):
         run(net, weights, theta, noise, torch.randn(4, 4), linearized=False)
