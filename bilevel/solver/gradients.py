@@ -99,6 +99,8 @@ class Differentiation:
         loss, values, gradients = self._of_batches(hyper, batches)
         inner, (_, weight) = self._response.inner, self._counts(batches)
         buffers = [inner.buffer_values()[name] for name in inner.moving(group)]
+        # One number for all perturbed terms: processes may differ in how many they have.
+        values = [values[0], sum(values[1:], start=torch.zeros_like(values[0]))]
         others = [*values, *buffers]
         weights: list[Tensor] = [*self._weights]
         found, _ = group.mean([*gradients["weights"], *others], [*weights, *others], weight)
