@@ -201,7 +201,7 @@ class Respond(TorchFunctionMode):
             weight: The new weight.
             source: The weight of which it is a part or a multiple.
             template: Of the new weight; or how the new weight was made, if the same makes its template of the old one.
-            factor: Of its rows, as in :class:`bilevel.structure.respond.Weight`; those of the source by default.
+            factor: Of its rows, as in :class:`bilevel.structure.weights.Weight`; those of the source by default.
             chosen: As there.
             more: As there.
 
