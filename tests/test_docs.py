@@ -103,7 +103,7 @@ def test_the_pages_build_without_warnings_and_load_nothing_from_the_network(tmp_
         assert not re.search(r"(@import|url\()\s*[\"']?(https?:)?//", sheet.read_text(encoding="utf-8")), sheet.name
     assert formulas > 100
     names = set(re.findall(r'id="(bilevel\.\w+)"', (tmp_path / "api.html").read_text(encoding="utf-8")))
-    public = ("augment", "functional", "loggers", "nn", "plotting", "regularizers", "report", "structure")
+    public = ("augment", "functional", "loggers", "nn", "parallel", "plotting", "regularizers", "report", "structure")
     modules = {f"bilevel.{name}" for name in public}
     assert {f"bilevel.{name}" for name in bilevel.__all__} - names == modules
 
