@@ -73,7 +73,8 @@ def result(solution: bilevel.Solution) -> object:
     return solution.hyper, solution.params, solution.state_dict, vars(solution.best), solution.signal, rows
 
 
-def _quietly(action: Callable[[], object]) -> None:
+def _quietly(action: Callable[[], object], threads: int) -> None:
+    torch.set_num_threads(threads)  # sums in another order have other last bits
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGINT, signal.default_int_handler)
     action()
@@ -91,7 +92,7 @@ def in_child(
     context.set_forkserver_preload(["faulty"])
     with pytest.MonkeyPatch.context() as patch:  # where the server finds what it is to import
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
-        child = context.Process(target=_quietly, args=(action,))
+        child = context.Process(target=_quietly, args=(action, torch.get_num_threads()))
         child.start()
     if send is not None:
         while ready is not None and child.is_alive() and not ready.exists():
