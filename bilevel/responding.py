@@ -41,10 +41,12 @@ class Rows(NamedTuple):
     Attributes:
         factor: One number per row, shape ``(rows,)``, or one per example and row, shape ``(B, rows)``.
         template: :math:`\mathbf{R}`, of the shape of the weight.
+        ones: Whether all entries of the template are one.
     """
 
     factor: Tensor
     template: Tensor
+    ones: bool = False
 
     def spread(self) -> Tensor:
         """The factor with the dimensions of the weight, those of size one in which all numbers share a row.

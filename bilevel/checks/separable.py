@@ -149,7 +149,8 @@ class _Pair:
         for fixed in (self.fixed, None):
             # Penalties read the weights beside the network, and do not count here.
             params = read(
-                self.subject.weights(), {name: Rows(*map(Tensor.detach, part)) for name, part in rows.items()}
+                self.subject.weights(),
+                {name: Rows(part.factor.detach(), part.template.detach()) for name, part in rows.items()},
             )
             model = Model(params, self.subject.responding(parts, fixed))
             loss = self.subject.evaluate(model, self.subject.hyper + self.first, training=self.training)

@@ -217,7 +217,7 @@ class HypernetworkResponse(BestResponse):
             return Model(moved, linearize(predict, weights, change))
         rows = self.theta.rows(shift, weights, slope_only=control) if isinstance(self.theta, Theta) else {}
         params = {name: Responding(name, w, rows[name]) if name in rows else w for name, w in weights.items()}
-        return Model(params, respond(predict, weights, rows, linearized=linearized))
+        return Model(params, respond(predict, weights, rows, linearized=linearized, slope_only=control))
 
     def _examples(self, batch: Any) -> int | None:
         if not self.per_example:

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, final
+
+from torch import Tensor
 
 from bilevel.arguments import check_integer
 from bilevel.response import BestResponse
 from bilevel.solver.finite import DivergenceError, FiniteCheck, NotFinite, NotFiniteWarning, all_finite
-from bilevel.solver.undo import Snapshot
+from bilevel.solver.undo import Snapshot, View
 
 if TYPE_CHECKING:
     from bilevel.solver.solver import Solver
 
 POLICIES = ("raise", "skip", "rollback")
+LARGE, SELDOM = 2**20, 10
+"""A state with more numbers than this is copied before every tenth inner update, a smaller one before each."""
 
 
 @final
@@ -23,7 +28,8 @@ class Guard:
     Attributes:
         policy: One of ``POLICIES``.
         finite: Judges the steps.
-        step: The state before the last inner update, where steps are judged at once. Its loss and gradient were finite.
+        step: The state before the last inner update, or one of the last few, where steps are judged at once. Its loss
+            and gradient were finite.
         outer: What an outer step changes, before it. That is everything for a method that carries something on.
         round: The state at the first inner step since the last outer one, where steps are judged later or rolled back.
         dropped: How many steps were left out.
@@ -53,6 +59,8 @@ class Guard:
         at_once = solver.vector.device.type == "cpu" or policy != "raise"
         self.finite = FiniteCheck(solver.response, solver.vector.detach(), self.round, self.site, at_once=at_once)
         self._due = True
+        self._between = SELDOM if sum(tensor.numel() for tensor in self.step.changed()) > LARGE else 1
+        self._since = self._between
 
     def state_dict(self) -> dict[str, Any]:
         """How many steps were left out, and how many in a row.
@@ -79,8 +87,35 @@ class Guard:
         """The start of this round has been copied."""
         self._due = False
 
+    def judges_state(self) -> bool:
+        """Whether the state is to be judged before the next inner update, and perhaps copied by :meth:`keep`."""
+        # With few examples, that takes a few percent of the time of an inner step of a large network.
+        return not self.finite.at_once or self._since >= self._between or self.keeps_rounds()
+
+    def keep(self, view: View, buffers: Sequence[Tensor], number: Tensor) -> None:
+        """Copy the state before an inner update, if that is due.
+
+        Args:
+            view: The state.
+            buffers: Instead of those of the response, which the pass has changed already.
+            number: Finite if the state is.
+        """
+        at_once = self.finite.at_once
+        if self.keeps_rounds():
+            self.round.keep(view, buffers, None if at_once else number.isfinite())
+            self.kept_round()
+        if at_once:
+            self.step.keep(view, buffers)
+        self._since = 0
+
+    def updated(self) -> None:
+        """An inner update was made."""
+        self._since += 1
+
     def good(self, level: str) -> None:
         """A step was judged good."""
+        if level == "outer":
+            self._since = self._between
         steps = self._solver.inner_steps if level == "inner" else self._solver.outer_steps
         if steps > self._reached[level]:
             self._in_a_row[level] = 0
@@ -95,7 +130,7 @@ class Guard:
         self.finite.forget()
         for snapshot in (self.step, self.round, self.outer):
             snapshot.forget()
-        self._due = True
+        self._due, self._since = True, self._between
 
     def rollback(self) -> bool:
         """Return to the last state whose losses were finite.
@@ -104,7 +139,7 @@ class Guard:
             Whether there is one.
         """
         self.finite.forget()
-        self._due = True
+        self._due, self._since = True, self._between
         first, second = (self.step, self.round) if self.finite.at_once else (self.round, self.step)
         return first.restore() or second.restore()
 
@@ -129,10 +164,15 @@ class Guard:
             undone = "All inner steps since the last outer step have been undone."
             self._due = True
         elif not self.is_finite():
-            undone = "The update before it has been undone as well."
+            before = self._solver.inner_steps
             if not (self.step.restore() or self.round.restore()) or not self.is_finite():
                 undone = "There is no good state to return to: load one, or begin with finite weights."
                 raise DivergenceError(f"{bad.what} {undone} {bad.advice}")
+            gone = before - self._solver.inner_steps
+            undone = (
+                f"The {f'{gone} updates' if gone > 1 else 'update'} before it {'have' if gone > 1 else 'has'} been "
+            )
+            undone += "undone as well."
         if self.policy == "raise":
             raise DivergenceError(f"{bad.what} {undone} {bad.advice}")
         self.dropped += 1

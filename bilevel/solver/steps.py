@@ -61,24 +61,21 @@ def inner(solver: Solver, batches: tuple[Any, ...]) -> Tensor:
                 solver.group.at("inner", solver.inner_steps)
             loss, values, gradients = solver._differentiation.of_inner_losses(solver.vector.detach(), moved)
             norms = solver.optimization.set_gradients(gradients)
-            view = state.look()
-            view = view._replace(rest=(stream, *view.rest[1:]))
-            number = solver.guard.finite.number(view.tensors)
-            solver.guard.finite.inner(solver.inner_steps, values, norms, number)
-        if guard.keeps_rounds():
-            guard.round.keep(view, before, None if solver.guard.finite.at_once else number.isfinite())
-            guard.kept_round()
-        if solver.guard.finite.at_once:
-            state.keep(view, before)
+            view = state.look() if guard.judges_state() else None
+            number = guard.finite.number([] if view is None else view.tensors)
+            guard.finite.inner(solver.inner_steps, values, norms, number)
+        if view is not None:
+            guard.keep(view._replace(rest=(stream, *view.rest[1:])), before, number)
         changed = True
         solver.optimization.step(gradients)
+        guard.updated()
         solver.inner_steps += 1
         solver.inner_aux = loss.aux
         guard.good("inner")
     except BaseException:
         solver.optimization.drop_gradients()
         if changed:
-            (state if solver.guard.finite.at_once else guard.round).restore()
+            (state if guard.finite.at_once else guard.round).restore()
         else:
             with torch.no_grad():
                 for buffer, value in zip(state.buffers(), before, strict=True):

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
 from bilevel.responding import Rows
+from bilevel.structure.slopes import Parts
 
 
 class ByRows(nn.Module, ABC):
@@ -24,7 +24,10 @@ class ByRows(nn.Module, ABC):
         names: Of the weights that respond.
         counts: Their numbers of rows.
         factor: The matrices :math:`\mathbf{U}` of all weights beside each other, transposed.
+        ones: Whether the templates of vectors are ones.
     """
+
+    ones = False
 
     def __init__(
         self, params: Mapping[str, Tensor], size: int, *, max_gigabytes: float = math.inf, numbers: int = 0
@@ -103,14 +106,13 @@ class ByRows(nn.Module, ABC):
                 "batches, pass perturb='batch' to the method, or raise its max_gigabytes."
             )
         shift = shift.to(self.factor.dtype)
-        product: Tensor
-        if slope_only:
-            product = _SlopeOnly.apply(shift, self.factor)  # type: ignore[no-untyped-call]
+        scales: tuple[Tensor, ...]
+        if slope_only or (len(shift) * self.factor.shape[1] > 2**16 and shift.ndim > 1 and not shift.requires_grad):
+            scales = Parts.apply(shift, self.factor, self.counts, slope_only)  # type: ignore[no-untyped-call]
         else:
-            product = shift @ self.factor
-        scales = product.split(self.counts, dim=-1)
+            scales = (shift @ self.factor).split(self.counts, dim=-1)
         return {
-            name: Rows(scale, self.template(index, weights[name]))
+            name: Rows(scale, self.template(index, weights[name]), self.ones and weights[name].ndim < 2)
             for index, (name, scale) in enumerate(zip(self.names, scales, strict=True))
         }
 
@@ -147,23 +149,3 @@ class ByRows(nn.Module, ABC):
             else:
                 sums.append(self.factor.new_zeros(count))
         return self.factor @ torch.cat(sums)
-
-
-class _SlopeOnly(torch.autograd.Function):
-    """Zero, with the slope of a product in its second factor; the product itself is spared."""
-
-    @staticmethod
-    @override
-    def forward(shift: Tensor, factor: Tensor) -> Tensor:
-        return factor.new_zeros(()).expand(*shift.shape[:-1], factor.shape[-1])
-
-    @staticmethod
-    @override
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(inputs[0])
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *cotangents: Any) -> tuple[None, Tensor]:
-        (shift,) = ctx.saved_tensors
-        return None, shift.reshape(-1, shift.shape[-1]).T @ cotangents[0].reshape(-1, cotangents[0].shape[-1])

@@ -263,7 +263,7 @@ def _change(mode: Respond, function: Any, weight: Tensor, layout: Layout, x: Ten
         raise NoExamples(mode.refusal(mode.name(weight), function, reason))
     if place < 0 or weight.shape[place] == 1:
         return mode.placed(mode.change(weight), layout, x.ndim)
-    _, _, factor, template, chosen, _ = mode.weight(weight)
+    _, _, factor, template, chosen, *_ = mode.weight(weight)
     if factor.shape[1 + place] == 1 and template.stride(place) == 0:  # the same for all
         return mode.placed(factor * template.narrow(place, 0, 1), layout, x.ndim)
     if layout == FIRST and chosen:  # example i takes entry i of it

@@ -37,6 +37,8 @@ class Gate(ByRows):
                 [0.0000, 0.0000]])
     """
 
+    ones = True
+
     @override
     def count(self, weight: Tensor) -> int:
         """A weight with a single row, such as the last layer of a regression, grows by columns instead."""

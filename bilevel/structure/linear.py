@@ -13,6 +13,11 @@ from bilevel.layouts import FIRST
 from bilevel.responding import NoExamples, NoRule
 from bilevel.structure.moves import move
 from bilevel.structure.respond import Respond, rule
+from bilevel.structure.slopes import Both, Slopes
+
+LARGE, FEW, SEVERAL = 2**14, 512, 64
+"""Of fewer numbers, Python takes longer than the processor. Up to so many rows, and from so many output units on, one
+product is faster than two with half of the rows each."""
 
 
 def bilinear(
@@ -101,13 +106,29 @@ def bilinear(
     offset = None if bias is None else bias.reshape(sizes)
     if mode.linearized:
         # In an order that has few tensors of the size of the output alive at once.
-        response = shifted(None if tangent is None else op(tangent, weight, None))
-        product = op(value, weight, None)
+        if tangent is None or not _together(op, value, tangent, weight):
+            response = shifted(None if tangent is None else op(tangent, weight, None))
+            product = op(value, weight, None)
+        else:
+            response, product = Both.apply(tangent, value, weight)  # type: ignore[no-untyped-call]
+            response = shifted(response)
         response = factor * product if response is None else torch.addcmul(response, factor, product)
         return result(mode.join(product if offset is None else (product + offset).to(product.dtype), response))
-    product, offset = op(value, weight, None), shifted(offset)
+    product = op(value, weight, None)
+    if mode.slope_only and product.numel() >= LARGE:
+        y = product if offset is None else product + offset
+        y = Slopes.apply(y.to(product.dtype), product, factor, shifted(None))  # type: ignore[no-untyped-call]
+        return result(y)
+    offset = shifted(offset)
     y = (1 + factor) * product if offset is None else torch.addcmul(offset, 1 + factor, product)
     return result(y.to(product.dtype))  # which is that of autocast where it is on
+
+
+def _together(op: Any, value: Tensor, tangent: Tensor, weight: Tensor) -> bool:
+    """Whether two products with a weight are better made as one."""
+    constant = not (value.requires_grad or weight.requires_grad)
+    few = value.numel() <= FEW * value.shape[-1] and len(weight) >= SEVERAL and value.numel() >= LARGE
+    return op is F.linear and constant and few and value.dtype == tangent.dtype == weight.dtype
 
 
 @rule(F.linear)

@@ -21,6 +21,7 @@ def respond(
     rows: Mapping[str, Rows],
     *,
     linearized: bool,
+    slope_only: bool = False,
 ) -> Callable[..., Any] | None:
     """The network whose weights respond, each example in its own way.
 
@@ -29,6 +30,7 @@ def respond(
         weights: By name.
         rows: Their responses; a weight without one stays as it is.
         linearized: Expand predictions to first order in the response.
+        slope_only: The factors are zero, and only their slopes count.
 
     Returns:
         A function of the remaining arguments; None without a network.
@@ -39,7 +41,7 @@ def respond(
 
     def responding(*args: Any, **kwargs: Any) -> Any:
         with forward_level((args, kwargs)) if linearized else nullcontext():
-            mode = Respond(weights, rows, count, (args, kwargs), linearized=linearized)
+            mode = Respond(weights, rows, count, (args, kwargs), linearized=linearized, slope_only=slope_only)
             before = following.set(mode.layouts)
             try:
                 with mode:

@@ -83,6 +83,7 @@ class Respond(TorchFunctionMode):
     Attributes:
         count: The number of examples, B.
         linearized: Keep values and responses apart, as dual numbers; a level of forward mode must be active.
+        slope_only: All factors are zero, and only their slopes count.
         origins: Which tensors come from the inputs of the network.
     """
 
@@ -94,15 +95,16 @@ class Respond(TorchFunctionMode):
         inputs: Any = (),
         *,
         linearized: bool,
+        slope_only: bool = False,
     ) -> None:
         """Respond for these weights, in a network with these inputs; weights without rows do not respond."""
         super().__init__()
         self.origins, self.layouts = Origins(inputs), Layouts(count, inputs)
-        self.count, self.linearized = count, linearized
+        self.count, self.linearized, self.slope_only = count, linearized, slope_only
         self._responding: dict[int, Weight] = {}
         for name, change in rows.items():
             weight = weights[name]
-            self._responding[id(weight)] = Weight(name, weight, change.spread(), change.template)
+            self._responding[id(weight)] = Weight(name, weight, change.spread(), change.template, ones=change.ones)
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -21,6 +21,7 @@ class Weight(NamedTuple):
         template: :math:`\mathbf{R}`, of the shape of the weight.
         chosen: Whether its entries were looked up in a table by indices that are the same for every example.
         more: Further factors and templates, whose products are added: weight norm has two, for length and direction.
+        ones: Whether all entries of the template are one.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Weight(NamedTuple):
     template: Tensor
     chosen: bool = False
     more: tuple[Term, ...] = ()
+    ones: bool = False
 
     @property
     def grows(self) -> bool:
@@ -48,7 +50,9 @@ class Weight(NamedTuple):
 
     def change(self) -> Tensor:
         """The change for each example, multiplied out, shape ``(B, *shape)``."""
-        total: Tensor = self.factor * self.template
+        # A product with ones would take as long as any other.
+        spared = self.ones and self.factor.dtype == self.template.dtype
+        total: Tensor = self.factor if spared else self.factor * self.template
         for factor, template in self.more:
             total = total + factor * template
         return total

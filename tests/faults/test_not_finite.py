@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 import bilevel
 from bilevel import DeltaSTN, DivergenceError, LinearSolverError, NotFiniteWarning, Unrolled
+from bilevel.solver import guard
 
 METHODS = {name: shortened(method) for name, method in bilevel.METHODS.items()} | {
     "learned scale": DeltaSTN(entropy=1e-2),
@@ -234,6 +235,43 @@ def test_the_solution_after_an_overflow_of_the_optimizer_is_of_use(method, optim
         solution = caught.value.solution
         assert_good(solution.solver.state_dict())
         assert math.isfinite(solution.solver.evaluate(VALID))
+
+
+@pytest.fixture
+def seldom(monkeypatch):
+    """Copies as seldom as those of a state with many numbers."""
+    monkeypatch.setattr(guard, "LARGE", -1)
+
+
+@pytest.mark.usefixtures("seldom")
+@pytest.mark.parametrize("method", METHODS)
+def test_with_a_copy_before_every_tenth_update_nothing_more_is_missed(method):
+    for ending in ENDINGS:
+        for site in {"λ", "weights", *_sites_of(method)[hash_of(method) % 5 :: 7]}:
+            check_site(method, site, list(VALUES.values())[hash_of(site) % 3], False, ending)
+
+
+@pytest.mark.usefixtures("seldom")
+def test_an_update_that_explodes_takes_back_those_since_the_copy():
+    solver = make("delta_stn")
+    states = []
+    for index in range(13):
+        states.append(solver.state_dict())
+        solver.inner_step(TRAIN[index % 4])
+    spoil(solver.response.inner.weights[0], math.inf)
+    with pytest.raises(DivergenceError, match="3 updates before it have been undone"):
+        solver.inner_step(TRAIN[0])
+    assert_same(solver.state_dict(), states[10])
+    failing = partial(solver.optimizers["weights"].step)
+    solver.inner_step(TRAIN[10 % 4])
+    solver.optimizers["weights"].step = lambda: failing() or 1 / 0  # fails after it has changed the weights
+    with pytest.raises(ZeroDivisionError):
+        solver.inner_step(TRAIN[11 % 4])
+    assert_same(solver.state_dict(), states[10])
+    del solver.optimizers["weights"].step
+    for index in (10, 11, 12):
+        solver.inner_step(TRAIN[index % 4])
+    assert solver.inner_steps == 13
 
 
 def test_a_large_state_that_is_finite_is_no_error():

@@ -1,0 +1,100 @@
+"""Products of a step, in forms that spare tensors as large as an activation.
+
+They compute what the formulas beside them say, to the last digit but one; their derivatives can be differentiated.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from typing_extensions import override
+
+
+class Parts(torch.autograd.Function):
+    r"""The factors :math:`\mathbf{U} \delta` of some weights, ``(shift @ factor).split(counts, -1)``.
+
+    With ``slope_only`` they are zero, :math:`\mathbf{U} \delta - \operatorname{stop}(\mathbf{U} \delta)`, and the
+    product is spared. The gradient of few hyperparameters is put together from that of each weight, which is smaller
+    than the activations.
+    """
+
+    @staticmethod
+    @override
+    def forward(shift: Tensor, factor: Tensor, counts: list[int], slope_only: bool) -> tuple[Tensor, ...]:
+        if not slope_only:
+            return tuple((shift @ factor).split(counts, dim=-1))
+        return tuple(factor.new_zeros(()).expand(*shift.shape[:-1], count) for count in counts)
+
+    @staticmethod
+    @override
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.counts = inputs[2]
+        ctx.save_for_backward(inputs[0])
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
+        (shift,) = ctx.saved_tensors
+        rows = shift.reshape(-1, shift.shape[-1])
+        like = next(part for part in cotangents if part is not None)
+        pairs = zip(cotangents, ctx.counts, strict=True)
+        parts = [like.new_zeros(len(rows), count) if part is None else part.reshape(-1, count) for part, count in pairs]
+        if rows.shape[1] < len(rows):
+            return None, torch.cat([rows.T @ part for part in parts], dim=1), None, None
+        return None, rows.T @ torch.cat(parts, dim=1), None, None
+
+
+class Slopes(torch.autograd.Function):
+    """``value + factor * product + change`` where factor and change are zero, and only their slopes count."""
+
+    @staticmethod
+    @override
+    def forward(value: Tensor, product: Tensor, factor: Tensor, change: Tensor | None) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    @override
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _, product, factor, change = inputs
+        ctx.shape = None if change is None else change.shape
+        ctx.save_for_backward(product, factor)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
+        product, factor = ctx.saved_tensors
+        (given,) = cotangents
+        # The first is zero as well, but for its slope.
+        through = given * factor if torch.is_grad_enabled() and ctx.needs_input_grad[1] else None
+        own = (given * product).sum_to_size(factor.shape).to(factor.dtype)
+        change = None if ctx.shape is None else given.sum_to_size(ctx.shape).to(factor.dtype)
+        return given, through, own, change
+
+
+class Both(torch.autograd.Function):
+    """The products of a matrix with a tangent and with a value in one, which is faster for few rows.
+
+    Only the tangent is differentiated; the value and the matrix are constants.
+    """
+
+    @staticmethod
+    @override
+    def forward(tangent: Tensor, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = F.linear(torch.cat([tangent, value]), weight).chunk(2)
+        return first, second
+
+    @staticmethod
+    @override
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(inputs[2])
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
+        (weight,) = ctx.saved_tensors
+        return cotangents[0] @ weight, None, None

@@ -1,0 +1,94 @@
+"""The forms of products that spare tensors, against the formulas that they stand for."""
+
+import pytest
+import torch
+from examples import batches, make_problem, network, sgd
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import bilevel
+from bilevel.structure import linear
+from bilevel.structure.slopes import Both, Parts, Slopes
+
+F64 = torch.float64
+
+
+def draw(*shape, seed=0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+
+
+@given(st.integers(1, 4), st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(1, 4), st.data())
+def test_factors_and_their_slopes_are_those_of_the_product(hyper, counts, examples, data):
+    shift = draw(examples, hyper)
+    factor = draw(hyper, sum(counts), seed=1).requires_grad_()
+    used = data.draw(st.sets(st.sampled_from(range(len(counts))), min_size=1))
+    slope_only = data.draw(st.booleans())
+
+    def total(parts):
+        return sum((index + 1) * (1 + parts[index]).pow(3).sum() for index in used)
+
+    product = shift @ factor
+    expected = (product - product.detach() if slope_only else product).split(counts, dim=-1)
+    actual = Parts.apply(shift, factor, counts, slope_only)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    for parts in (actual, expected):
+        (gradient,) = torch.autograd.grad(total(parts), factor, create_graph=True)
+        second = torch.autograd.grad(gradient.square().sum(), factor)
+        if parts is actual:
+            first = gradient, second
+    torch.testing.assert_close(first, (gradient, second), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("with_change", [False, True])
+@pytest.mark.parametrize("sizes", [(3, 4), (3, 2, 4)])
+def test_slopes_alone_have_the_first_and_second_derivatives_of_the_formula(sizes, with_change):
+    value, product = draw(*sizes), draw(*sizes, seed=1)
+    per_unit = (sizes[0], *[1] * (len(sizes) - 2), sizes[-1])
+    factor, change = torch.zeros(per_unit, dtype=F64), torch.zeros(per_unit, dtype=F64) if with_change else None
+    leaves = [leaf.requires_grad_() for leaf in (value, product, factor, change) if leaf is not None]
+    results = []
+    for fast in (True, False):
+        if fast:
+            y = Slopes.apply(value, product, factor, change)
+        else:
+            y = value + factor * product + (0 if change is None else change)
+        first = torch.autograd.grad(y.pow(3).sum(), leaves, create_graph=True, allow_unused=True)
+        slopes = [torch.zeros_like(leaf) if part is None else part for leaf, part in zip(leaves, first, strict=True)]
+        penalty = sum(part.pow(2).sum() + part.sum() for part in slopes)
+        second = torch.autograd.grad(penalty, leaves, allow_unused=True)
+        results.append((y, slopes, second))
+    torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
+
+
+def test_two_products_in_one_have_the_values_and_slopes_of_two():
+    tangent, value, weight = draw(3, 4).requires_grad_(), draw(3, 4, seed=1), draw(5, 4, seed=2)
+    first, second = Both.apply(tangent, value, weight)
+    assert first.requires_grad and not second.requires_grad
+    torch.testing.assert_close((first, second), (tangent @ weight.T, value @ weight.T), rtol=1e-14, atol=1e-14)
+    assert torch.autograd.gradcheck(lambda t: Both.apply(t, value, weight)[0], tangent)
+    assert torch.autograd.gradgradcheck(lambda t: Both.apply(t, value, weight)[0].pow(2), tangent)
+
+
+@pytest.mark.parametrize("method", [bilevel.DeltaSTN(), bilevel.CenteredSTN(), bilevel.DeltaSTN(antithetic=True)])
+def test_a_step_is_the_same_in_both_forms(monkeypatch, method):
+    found, calls = [], []
+    for kind in (Slopes, Both):
+        apply = kind.apply
+        monkeypatch.setattr(kind, "apply", lambda *args, apply=apply, kind=kind: calls.append(kind) or apply(*args))
+    for large in (0, 2**30):
+        monkeypatch.setattr(linear, "LARGE", large)
+        monkeypatch.setattr(linear, "SEVERAL", 1)
+        torch.manual_seed(0)
+        problem = make_problem(network(nn.Tanh(), nn.Linear(4, 4)).double(), hyper={"decay": bilevel.positive(0.1)})
+        solver = bilevel.Solver(problem, method=method, inner_optimizer=sgd, seed=0)
+        for x, y in batches():
+            solver.inner_step((x.double(), y.double()))
+        found.append((solver.params, [param.detach().clone() for param in solver.response.parameters()]))
+        expected = (
+            {Slopes} if isinstance(method, bilevel.CenteredSTN) else {Both} if method.antithetic else {Slopes, Both}
+        )
+        assert set(calls) == (expected if large == 0 else set())
+        calls.clear()
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+    assert solver.response.theta.by_rows[0].factor.abs().max() > 1e-6
