@@ -9,7 +9,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, final
 
-SIGNALS = sorted(signal.valid_signals())
+SIGNALS = sorted(map(int, signal.valid_signals()))
+# Python's own wrapper makes an enum of every answer, which takes longer than all the rest here.
+_getsignal = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
 _current: Waiting | None = None
 
 
@@ -47,7 +49,7 @@ class Waiting:
         try:
             self._outermost = True
             for number in SIGNALS:
-                handler = signal.getsignal(number)
+                handler = _getsignal(number)
                 if callable(handler):
                     self._handlers[number] = handler
                     signal.signal(number, self._handle)

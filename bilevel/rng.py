@@ -26,11 +26,13 @@ class Stream:
         (False, True)
     """
 
-    def __init__(self, seed: int, device: torch.device) -> None:
-        """Seed the stream."""
+    def __init__(self, seed: int, device: torch.device, states: list[Tensor] | None = None) -> None:
+        """Seed the stream, or let it go on from ``states``."""
         self.device = device
         self.devices = [torch.device("cpu")] + ([] if device.type == "cpu" else [device])
-        self.states = [torch.Generator(where).manual_seed(seed).get_state() for where in self.devices]
+        if states is None:
+            states = [torch.Generator(where).manual_seed(seed).get_state() for where in self.devices]
+        self.states = states
 
     @classmethod
     def current(cls, device: torch.device) -> Stream:
@@ -39,11 +41,8 @@ class Stream:
         Returns:
             A new stream.
         """
-        stream = cls(0, device)
-        stream.states = [torch.get_rng_state()] + [
-            torch.get_device_module(where).get_rng_state(where) for where in stream.devices[1:]
-        ]
-        return stream
+        others = [] if device.type == "cpu" else [torch.get_device_module(device).get_rng_state(device)]
+        return cls(0, device, [torch.get_rng_state(), *others])
 
     @contextmanager
     def __call__(self) -> Generator[None]:
@@ -111,7 +110,5 @@ class Repeated:
             self._start = Stream.current(self._device).states
             yield
         else:
-            stream = Stream(0, self._device)
-            stream.states = self._start
-            with stream():
+            with Stream(0, self._device, self._start)():
                 yield

@@ -16,11 +16,11 @@ one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
@@ -57,6 +57,9 @@ READS = (
 DERIVATIVES = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 """What does not see a response that is kept as a tangent beside a value."""
 
+FLAT = frozenset({Tensor, nn.Parameter, bool, int, float, str, type(None)})
+"""What holds no tensors inside."""
+
 R = TypeVar("R", bound=Rule)
 
 
@@ -75,6 +78,12 @@ def rule(*functions: Any) -> Callable[[R], R]:
         return function
 
     return register
+
+
+def _leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """All arguments without their nesting; most often there is none, which is quickly seen."""
+    flat = [*args, *kwargs.values()]
+    return flat if all(type(x) in FLAT for x in flat) else pytree.tree_leaves((args, kwargs))
 
 
 class Respond(TorchFunctionMode):
@@ -116,7 +125,7 @@ class Respond(TorchFunctionMode):
                 "linearise with a perturbation for each example: pass perturb='batch' to the method, use "
                 "method='centered_stn', or compute them in the loss."
             )
-        leaves = pytree.tree_leaves((args, kwargs))
+        leaves = _leaves(args, kwargs)
         names = [self._responding[id(leaf)].name for leaf in leaves if self.responds(leaf)]
         if not names:
             result = func(*args, **kwargs)
@@ -131,7 +140,7 @@ class Respond(TorchFunctionMode):
         return result
 
     def _ruled(self, func: Any, args: Any, kwargs: Any, name: str) -> Any:
-        if any(map(_is_mapped, pytree.tree_leaves((args, kwargs)))):
+        if any(map(_is_mapped, _leaves(args, kwargs))):
             raise NoExamples(self.refusal(name, func, "inside of torch.vmap"))
         try:
             if func not in RULES:
