@@ -330,7 +330,7 @@ def cnn(seed: int) -> Task:
     batches = [next(stream) for _ in range(20)]
     task.curvature, task.cross = dense_curvature(task.problem, batches)
     curvature, cross = dense_curvature(task.problem, batches, fixed=True)
-    task.fixed, task.large = -torch.linalg.solve(curvature, cross), True
+    task.fixed, task.large, task.longer = -torch.linalg.solve(curvature, cross), True, 3
     losses, hyper = task.problem.user_losses, task.problem.space.hyper
     usual = Problem(net, inner_loss=losses["inner_loss"], outer_loss=losses["outer_loss"], hyper=dict(hyper))
     lines = ["  hypergradients of seed 0, by the response and by what the outer loss uses (the first is true):"]
