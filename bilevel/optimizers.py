@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 DIFFERENTIABLE = (
@@ -62,6 +63,7 @@ class DifferentiableOptimizer:
                 f"differentiate. Those of torch.optim that it can: {names}."
             )
         self.optimizer = optimizer
+        self._own_hook: RemovableHandle | None = None
         self.check_hooks()
         self.weights = list(weights)
         place = {id(weight): index for index, weight in enumerate(self.weights)}
@@ -78,8 +80,8 @@ class DifferentiableOptimizer:
         Raises:
             TypeError: If it has step hooks.
         """
-        hooks = (self.optimizer._optimizer_step_pre_hooks, self.optimizer._optimizer_step_post_hooks)
-        if any(hooks):
+        hooks = [*self.optimizer._optimizer_step_pre_hooks, *self.optimizer._optimizer_step_post_hooks]
+        if any(self._own_hook is None or hook != self._own_hook.id for hook in hooks):
             raise TypeError(
                 "inner_optimizer made an optimizer with step hooks, which unrolling cannot differentiate: put what "
                 "they do into inner_loss, or use a method that does not unroll."
@@ -112,6 +114,49 @@ class DifferentiableOptimizer:
         device = self.weights[0].device
         groups = [self._settings(group) for group in self.optimizer.param_groups]
         return [group | {"lr": torch.as_tensor(group["lr"], dtype=torch.float64, device=device)} for group in groups]
+
+    def decayed(
+        self,
+        weights: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        decays: Sequence[Tensor | None],
+        settings: list[dict[str, Any]] | None = None,
+    ) -> list[Tensor]:
+        r"""Shrink weights before a step, :math:`w \leftarrow (1 - \eta \lambda)\, w`, as AdamW does.
+
+        Args:
+            weights: As in :meth:`step`.
+            gradients: Likewise; a weight without one stays as it is.
+            decays: The strength :math:`\lambda` for each weight, or None.
+            settings: As in :meth:`step`; the learning rates :math:`\eta` are in there.
+
+        Returns:
+            The weights to make the step from, differentiable in all tensors.
+        """
+        new = list(weights)
+        sources = self.optimizer.param_groups if settings is None else settings
+        for places, group in zip(self._places, sources, strict=True):
+            for place in places:
+                decay = decays[place]
+                if decay is not None and gradients[place] is not None:
+                    new[place] = new[place] * (1 - group["lr"] * decay).to(new[place].dtype)
+        return new
+
+    def decay_plain_steps(self, decays: Callable[[], Sequence[Tensor | None]]) -> None:
+        """Let the optimizer itself shrink the weights before each of its steps.
+
+        Args:
+            decays: Called at each step, for the strengths that :meth:`decayed` takes.
+        """
+
+        @torch.no_grad()
+        def shrink(*_: Any) -> None:
+            gradients = [weight.grad for weight in self.weights]
+            for weight, new in zip(self.weights, self.decayed(self.weights, gradients, decays()), strict=True):
+                if new is not weight:
+                    weight.copy_(new)
+
+        self._own_hook = self.optimizer.register_step_pre_hook(shrink)
 
     def step(
         self,

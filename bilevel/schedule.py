@@ -44,6 +44,7 @@ class Schedule:
         values: R + 1 values for each hyperparameter, by name: numbers, or nested lists of them.
         weights: For strengths of weight decay, the weights that each one is for, by name.
         modules: For dropout rates, the layers that each one is for.
+        decoupled: Of the strengths of weight decay, those that are no penalty but decay as AdamW does.
 
     Example:
         >>> schedule = Schedule({"dropout.2": [0.1, 0.2, 0.4]}, {}, {"dropout.2": ["2"]})
@@ -56,6 +57,7 @@ class Schedule:
     values: Mapping[str, list[Any]] = field(repr=False)
     weights: Mapping[str, list[str]] = field(default_factory=dict)
     modules: Mapping[str, list[str]] = field(default_factory=dict)
+    decoupled: Sequence[str] = ()
 
     @property
     def rounds(self) -> int:
@@ -107,6 +109,8 @@ class Schedule:
         :math:`2\lambda`. That holds for SGD, Adam and others that add ``weight_decay`` times the weight to the
         gradient. For AdamW there is no equal value: it takes its decay past the gradient and its scaling.
 
+        Decoupled decay is that of AdamW, with the same value, and that of no other.
+
         Args:
             net: Whose parameters are grouped.
             optimizer: The class of the optimizer that gets the groups, ``optimizer(groups, lr=...)``.
@@ -124,7 +128,9 @@ class Schedule:
             >>> [(group["name"], group["weight_decay"], len(group["params"])) for group in groups]
             [('weight_decay', 0.6, 1), ('rest', 0.0, 1)]
         """
-        if optimizer not in COUPLED:
+        if self.decoupled:
+            self._check_decoupled(optimizer)
+        elif optimizer not in COUPLED:
             names = ", ".join(kind.__name__ for kind in COUPLED)
             raise ValueError(
                 f"param_groups: {getattr(optimizer, '__name__', optimizer)} has no weight_decay that equals a penalty "
@@ -138,11 +144,19 @@ class Schedule:
             missing = [weight for weight in weights if weight not in left]
             if missing:
                 raise ValueError(f"param_groups: the network has no weight {missing[0]!r}: {suggest(missing[0], left)}")
-            decay = 2 * float(values[name])
+            decay = (1 if self.decoupled else 2) * float(values[name])
             groups.append({"params": [left.pop(weight) for weight in weights], "weight_decay": decay, "name": name})
         if left:
             groups.append({"params": [*left.values()], "weight_decay": 0.0, "name": "rest"})
         return groups
+
+    def _check_decoupled(self, optimizer: type[torch.optim.Optimizer]) -> None:
+        if optimizer is not torch.optim.AdamW or len(self.decoupled) != len(self.weights):
+            raise ValueError(
+                f"param_groups: {', '.join(self.decoupled)} is decoupled weight decay, which of the optimizers of "
+                "PyTorch only AdamW has, and which no group can have beside a penalty. With another one, multiply the "
+                "weights by 1 - lr * rate before each step."
+            )
 
     def save(self, path: str | Path) -> None:
         """Write it as JSON; :meth:`load` reads it, and so does anything else.
@@ -150,7 +164,7 @@ class Schedule:
         Args:
             path: The file.
         """
-        names = {"weights": dict(self.weights), "modules": dict(self.modules)}
+        names = {"weights": dict(self.weights), "modules": dict(self.modules), "decoupled": [*self.decoupled]}
         data = {"format": FORMAT, "version": 1, "rounds": self.rounds, **names, "values": dict(self.values)}
         Path(path).write_text(json.dumps(data), encoding="utf-8")
 
@@ -174,7 +188,7 @@ class Schedule:
             values = data["values"]
             if not values or {len(entries) for entries in values.values()} != {data["rounds"] + 1}:
                 raise ValueError(f"not {data['rounds'] + 1} values for each hyperparameter")
-            return cls(values, data["weights"], data["modules"])
+            return cls(values, data["weights"], data["modules"], data.get("decoupled", []))
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{path} is no schedule of version 1: {error}.") from error
 
@@ -225,4 +239,5 @@ def schedule_of(
             for name, entry in chosen_hyper.items()
             if isinstance(entry, DropoutRate)
         },
+        [name for name, entry in chosen_hyper.items() if isinstance(entry, DecayRate) and entry.decoupled],
     )

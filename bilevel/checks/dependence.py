@@ -35,11 +35,12 @@ def check_dependence(curvature: Curvature, problem: Problem, family: str, *, sta
     Raises:
         ValueError: If training does not depend on a hyperparameter in a way that the method differentiates.
     """
+    moved = problem.decays.names
     ones = torch.ones(sum(weight.numel() for weight in curvature.weights)).to(curvature.weights[0])
     curvature.product(ones)
     begun = _starts(problem, curvature)
     for name, part in curvature.cross_parts(ones).items():
-        if part is not None or (start and name in begun):
+        if part is not None or name in moved or (start and name in begun):
             continue
         if name in begun:
             raise ValueError(

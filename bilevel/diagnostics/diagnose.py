@@ -68,6 +68,7 @@ def diagnose(
     Raises:
         DivergenceError: If a gradient is not finite.
         TypeError: If ``solver`` is not a solver.
+        ValueError: If an argument is out of range, or weight decay is decoupled.
 
     Example:
         >>> import bilevel
@@ -98,6 +99,11 @@ def diagnose(
         hint = ": write solution.solver" if isinstance(solver, Solution) else ""
         raise TypeError(f"solver must be a bilevel.Solver, got a {type(solver).__name__}{hint}.")
     check_options(train_batch, valid_batch, linear_solver, curvature, max_dense, max_columns)
+    if solver.problem.decays:
+        raise ValueError(
+            "diagnose solves for the minimum of inner_loss, of which decoupled weight decay, "
+            f"hyper[{solver.problem.decays.names[0]!r}], is no term: there is no reference for it."
+        )
     with warnings.catch_warnings(), torch.enable_grad(), own_precision(solver.problem.device):
         # The comparison itself shows what an inexact solve does to the hypergradient.
         warnings.simplefilter("ignore", ConvergenceWarning)

@@ -16,6 +16,7 @@ from bilevel.dropouts import Dropouts
 from bilevel.hyper import Hyper, Named, Space, suggest
 from bilevel.precision import users_precision
 from bilevel.problem.advice import advice
+from bilevel.problem.decays import Decays
 from bilevel.problem.inner import check_kind, ties, trainable
 from bilevel.problem.loss import Loss, LossFunction, reduce
 from bilevel.problem.model import Model
@@ -37,6 +38,7 @@ class Problem:
         module: The network, or None.
         space: The hyperparameters as one unconstrained vector.
         params: The trainable tensors of ``inner`` by name. Frozen ones are left out; a tied one has one name here.
+        decays: The decoupled weight decay among the hyperparameters, if there is some.
 
     Example:
         >>> from bilevel import real
@@ -100,6 +102,8 @@ class Problem:
         self._ties = {} if self.module is None else ties(self.module)
         self.space = Space(hyper)
         self._dropouts = Dropouts(self.module, self.space.hyper)
+        self.decays = Decays(self.params, self.space)
+        self._read["update"] = set(self.decays.names)
         self.examples = examples or count_examples
         self.user_losses = {"inner_loss": inner_loss, "outer_loss": outer_loss}
         self.outer_mode = outer_mode

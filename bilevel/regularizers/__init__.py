@@ -15,6 +15,9 @@ regularizer               hyperparameters       acts on                 tuned by
 ``bilevel.augment``       ``augment...``        inputs                  self-tuning ones
 ========================  ====================  ======================  ==================
 
+``WeightDecay(decoupled=True)``, the decay of AdamW, is no penalty but part of the update, so that only ``Unrolled`` can
+tune it.
+
 Self-tuning methods are ``stn``, ``centered_stn`` and ``delta_stn``, which learn from perturbed losses. The others need
 a derivative of the loss, and refuse what has none.
 

@@ -1,4 +1,4 @@
-"""Weight decay as a penalty."""
+"""Weight decay: as a penalty, or decoupled from the loss."""
 
 from __future__ import annotations
 
@@ -25,9 +25,12 @@ class DecayRate(Hyper):
 
     Attributes:
         weights: The names of the weights.
+        decoupled: Whether each step of training shrinks the weights, in place of a penalty. A :class:`Problem` finds
+            these by itself: no loss has to read them.
     """
 
     weights: tuple[str, ...] = ()
+    decoupled: bool = False
 
 
 @final
@@ -37,6 +40,14 @@ class WeightDecay(Regularizer):
     There is no factor one half: :math:`\lambda` does in the loss what ``weight_decay`` of :math:`2\lambda` does in
     ``torch.optim.SGD``, ``Adam`` and the other optimizers that add ``weight_decay * w`` to the gradient. For ``AdamW``
     and its decoupled decay there is no equal value: that is no term of the loss, but of the update.
+
+    With ``decoupled=True`` it is that decay (Loshchilov and Hutter, 2019). There is no penalty; a step of training with
+    the learning rate :math:`\eta` shrinks the weights first, and then moves them as the optimizer does,
+
+    .. math:: w_j \leftarrow (1 - \eta \lambda_k)\, w_j, \quad j \in k,
+
+    so that ``Adam`` makes the steps of ``AdamW(weight_decay=λ)``. Only :class:`bilevel.Unrolled`, which differentiates
+    the steps of training, can tune it. The other methods differentiate or perturb the loss, and refuse.
 
     Biases, norms, and other parameters with fewer than two dimensions are left out, as people do.
 
@@ -55,7 +66,8 @@ class WeightDecay(Regularizer):
         net: nn.Module,
         groups: Groups = "layer",
         *,
-        init: float = 1e-4,
+        init: float | None = None,
+        decoupled: bool = False,
         everything: bool = False,
         prefix: str = "weight_decay",
     ) -> None:
@@ -66,7 +78,8 @@ class WeightDecay(Regularizer):
             groups: ``"layer"``, one strength for the weights of each module; ``"tensor"``, one for each weight;
                 ``"one"``, one for all; or a mapping from names to patterns of the names of weights, such as
                 ``{"head": "fc.*", "rest": "*"}``, of which the first that fits counts. What fits none is not decayed.
-            init: Where they start.
+            init: Where they start: 1e-4 by default, and 1e-2 if they are decoupled.
+            decoupled: Shrink the weights in each step of training, in place of a penalty; for ``Unrolled`` only.
             everything: Decay biases and norms as well.
             prefix: Of the names of the hyperparameters.
 
@@ -84,7 +97,8 @@ class WeightDecay(Regularizer):
                 "to decay biases and norms."
             )
         self.groups = _grouped(chosen, groups, prefix)
-        self._init = init
+        self.decoupled = decoupled
+        self._init = (1e-2 if decoupled else 1e-4) if init is None else init
 
     @property
     @override
@@ -92,11 +106,16 @@ class WeightDecay(Regularizer):
         """One positive strength for each group."""
         plain = positive(self._init)
         values = {field.name: getattr(plain, field.name) for field in fields(plain)}
-        return {name: DecayRate(**values, weights=weights) for name, weights in self.groups.items()}
+        return {
+            name: DecayRate(**values, weights=weights, decoupled=self.decoupled)
+            for name, weights in self.groups.items()
+        }
 
     @override
-    def penalty(self, params: Mapping[str, Tensor], hyper: Mapping[str, Tensor]) -> Tensor:
-        """The penalty."""
+    def penalty(self, params: Mapping[str, Tensor], hyper: Mapping[str, Tensor]) -> Tensor | None:
+        """The penalty; None if it is decoupled."""
+        if self.decoupled:
+            return None
         total: Tensor | None = None
         for name, weights in self.groups.items():
             part = hyper[name] * l2([params[weight] for weight in weights])
@@ -112,11 +131,7 @@ def _decays(net: nn.Module, name: str) -> bool:
 
 def _grouped(names: Sequence[str], groups: Groups, prefix: str) -> dict[str, tuple[str, ...]]:
     if groups == "decoupled":
-        raise ValueError(
-            "WeightDecay: decoupled decay, that of AdamW, is no term of the training loss but part of the update, so "
-            "that no method that differentiates or perturbs the loss can tune it. Tune the penalty, groups='layer', "
-            "and give the optimizer weight_decay=0."
-        )
+        raise ValueError("WeightDecay: 'decoupled' names no groups: pass groups='layer', decoupled=True.")
     if groups == "one":
         return {prefix: tuple(names)}
     members: dict[str, list[str]] = {}

@@ -92,6 +92,8 @@ class BestResponse(nn.Module, ABC):
             training batch.
         can_compile: Whether the method can compile its own costly parts.
         compiles: Whether it should do so; set by the solver before :meth:`connect`.
+        moves_weights: Whether the method differentiates the update of the weights, and not only the loss. Others cannot
+            tune decoupled weight decay, and refuse it.
         advice: What to add to an error of PyTorch about a derivative that it lacks, in a term of :meth:`inner_loss`.
     """
 
@@ -105,11 +107,23 @@ class BestResponse(nn.Module, ABC):
     pure: bool = False
     can_compile: bool = False
     compiles: bool = False
+    moves_weights: bool = False
     advice: str = ""
 
     def __init__(self, problem: Problem) -> None:
-        """Copy the weights and buffers of the problem."""
+        """Copy the weights and buffers of the problem.
+
+        Raises:
+            ValueError: If weight decay is decoupled, and the method cannot tune it.
+        """
         super().__init__()
+        if problem.decays and not self.moves_weights:
+            raise ValueError(
+                f"{type(self).__name__} cannot tune hyper[{problem.decays.names[0]!r}]: decoupled weight decay, that "
+                "of AdamW, is no term of inner_loss but part of the update, which of all methods only Unrolled "
+                "differentiates. Pass method='unrolled'; or tune the penalty, WeightDecay(net) without "
+                "decoupled=True, and give the optimizer weight_decay=0."
+            )
         self.problem = problem
         self.inner = Variables(problem)
         self.scale: Scale | None = None

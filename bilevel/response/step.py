@@ -2,9 +2,10 @@ r"""A step of training as a function that can be run, pulled back and pushed for
 
 It maps a :class:`Point` :math:`s_t`, the weights and what the optimizer remembers, to the next one,
 
-.. math:: s_{t+1} = \Phi\left(s_t, \nabla_w \mathcal{L}_T(\lambda, w_t)\right),
+.. math:: s_{t+1} = \Phi\left(s_t, \nabla_w \mathcal{L}_T(\lambda, w_t), \lambda\right),
 
-and has a graph of its own, from leaves to leaves.
+and has a graph of its own, from leaves to leaves. The last :math:`\lambda` is that of decoupled weight decay, which
+shrinks the weights before the optimizer moves them.
 """
 
 from __future__ import annotations
@@ -131,7 +132,7 @@ class Step:
         """
         leaves = point.leaves(requires_grad=True)
         slopes, buffers, loss = self._slopes(hyper.detach(), leaves, batch)
-        return _made(*self._move(leaves, slopes, buffers, None), loss)
+        return _made(*self._move(leaves, slopes, hyper.detach(), buffers, None), loss)
 
     def extend(self, hyper: Tensor, point: Point, batch: Any) -> Made:
         """Make a step that keeps the graph of where it starts.
@@ -146,7 +147,7 @@ class Step:
         """
         slopes, buffers, loss = self._slopes(hyper, point, batch)
         with torch.enable_grad():
-            new, norm = self._move(point, slopes, buffers, None)
+            new, norm = self._move(point, slopes, hyper, buffers, None)
         return _made(new, norm, loss, keep_graph=True)
 
     def record(
@@ -167,7 +168,7 @@ class Step:
         leaves, leaf = point.leaves(requires_grad=True), hyper.detach().requires_grad_()
         slopes, buffers, loss = self._slopes(leaf, leaves, batch)
         with torch.enable_grad():
-            new, norm = self._move(leaves, slopes, buffers, settings)
+            new, norm = self._move(leaves, slopes, leaf, buffers, settings)
         inputs, outputs = [*leaves.variables(), leaf], new.variables()
         return _made(new, norm, loss), [Later(lambda cotangent: vjp(outputs, inputs, cotangent), outputs)]
 
@@ -199,8 +200,8 @@ class Step:
         gradients = [None if slope is None else slope.requires_grad_() for slope in detached]
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
         with torch.enable_grad():
-            new, norm = self._move(leaves, gradients, buffers, settings)
-            inputs, outputs = [*leaves.variables(), *(g for g in gradients if g is not None)], new.variables()
+            new, norm = self._move(leaves, gradients, leaf, buffers, settings)
+            inputs, outputs = [*leaves.variables(), *(g for g in gradients if g is not None), leaf], new.variables()
             probes = [torch.zeros_like(value, requires_grad=True) for value in outputs]
             transposed = vjp(outputs, inputs, probes, create_graph=True)
 
@@ -209,7 +210,8 @@ class Step:
             change = vjp(slopes, leaves.weights, [*old[: len(leaves.weights)], direction], retain_graph=True)
             if self.inner.group is not None:
                 change, _ = self.inner.group.mean(change, leaves.weights, self._weight(batch))
-            return vjp(transposed, probes, [*old, *(change[index] for index in present)], retain_graph=True)
+            moved = [*old, *(change[index] for index in present), direction]
+            return vjp(transposed, probes, moved, retain_graph=True)
 
         return _made(new, norm, loss), [Later(push, [*leaves.variables(), leaf])]
 
@@ -256,11 +258,15 @@ class Step:
         self,
         point: Point,
         gradients: Sequence[Tensor | None],
+        hyper: Tensor,
         buffers: dict[str, Tensor],
         settings: list[dict[str, Any]] | None,
     ) -> tuple[Point, Tensor]:
         clipped, norm = clip(gradients, self.clip)
-        return Point(*self.optimizer.step(point.weights, clipped, point.state, settings), buffers), norm
+        weights, decays = point.weights, self.inner.problem.decays
+        if decays:
+            weights = self.optimizer.decayed(weights, clipped, decays(hyper), settings)
+        return Point(*self.optimizer.step(weights, clipped, point.state, settings), buffers), norm
 
 
 def _made(point: Point, norm: Tensor, loss: Loss, *, keep_graph: bool = False) -> Made:

@@ -3,7 +3,7 @@ r"""Unrolling: the derivative of some steps of training.
 From the weights and optimizer state :math:`s_0` that training has reached, K steps of the user's own optimizer, each on
 a batch of its own,
 
-.. math:: s_{t+1} = \Phi\left(s_t, \nabla_w \mathcal{L}_T(\lambda, w_t)\right),
+.. math:: s_{t+1} = \Phi\left(s_t, \nabla_w \mathcal{L}_T(\lambda, w_t), \lambda\right),
 
 lead to the weights :math:`w_K(\lambda)`, whose derivative stands for that of the best response. In reverse mode the
 cotangent of :math:`w_K` is pulled back step by step; in forward mode one tangent per hyperparameter is pushed along.
@@ -50,6 +50,7 @@ class Unrolled(Method):
     An outer step makes ``steps`` inner steps itself, each on a batch of its own, and keeps them: the weights and the
     state of the optimizer go on from there. Inner steps in between are possible but not needed.
     It cannot tune a hyperparameter in which the inner loss has no derivative, such as a dropout rate or an integer.
+    It is the only method that can tune decoupled weight decay, ``WeightDecay(net, decoupled=True)``.
 
     Attributes:
         steps: How many inner steps to differentiate, K.
@@ -116,6 +117,7 @@ class UnrolledResponse(BestResponse):
     """The weights after some more steps of training, and their derivative."""
 
     can_compile = True
+    moves_weights = True
 
     def __init__(self, problem: Problem, settings: Unrolled) -> None:
         """Start at the weights of the problem."""
@@ -127,6 +129,7 @@ class UnrolledResponse(BestResponse):
         self._step: Step | None = None
         self._compiled: Staged | None = None
         self._end: Point | None = None
+        self._decays: list[Tensor | None] = []
 
     @property
     def _differentiated(self) -> int:
@@ -136,6 +139,8 @@ class UnrolledResponse(BestResponse):
     def connect(self, optimizer: Optimizer, clip: float | None) -> None:
         """Unroll the steps of this optimizer, and compile them if ``compiles`` is set."""
         self._optimizer = DifferentiableOptimizer(optimizer, list(self.inner.weights))
+        if self.problem.decays:
+            self._optimizer.decay_plain_steps(lambda: self._decays)
         self._step = Step(self.inner, self._optimizer, clip)
         if self.compiles:
             stage = self._step.record if self.settings.mode == "reverse" else self._step.push
@@ -150,7 +155,8 @@ class UnrolledResponse(BestResponse):
 
     @override
     def inner_loss(self, hyper: Tensor, batch: Any) -> Iterator[Loss]:
-        r"""The inner loss of the weights, :math:`\mathcal{L}_T(\lambda, w)`."""
+        r"""The inner loss of the weights, :math:`\mathcal{L}_T(\lambda, w)`; a step between decays them as well."""
+        self._decays = self.problem.decays(hyper.detach())
         yield self.problem.inner_loss(self.inner.model(self.inner.params(), update_buffers=True), hyper, batch)
 
     @override

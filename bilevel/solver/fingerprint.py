@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from bilevel.hyper import Hyper
+from bilevel.regularizers.decay import DecayRate
 from bilevel.solver.code import code_of, digest, plain_repr
 
 if TYPE_CHECKING:
@@ -52,7 +54,7 @@ def fingerprint(solver: Solver, seed: int, *, compile: bool) -> Fingerprint:
     found: Fingerprint = {"method": {"": plain_repr(solver.method)}}
     found["hyper"] = {
         name: f"{entry.low:g} to {entry.high:g}, discrete {entry.discrete}, shared {entry.shared}, "
-        f"shape {tuple(entry.init.shape)}"
+        f"shape {tuple(entry.init.shape)}{_decayed(entry)}"
         for name, entry in problem.space.hyper.items()
     }
     found["initial hyper"] = {
@@ -79,6 +81,13 @@ def fingerprint(solver: Solver, seed: int, *, compile: bool) -> Fingerprint:
         name: {"code": code_of(function), "python": list(sys.version_info[:2])} for name, function in functions.items()
     }
     return found
+
+
+def _decayed(entry: Hyper) -> str:
+    """Which weights decoupled decay is for; no loss tells."""
+    if isinstance(entry, DecayRate) and entry.decoupled:
+        return f", decays {', '.join(entry.weights)}"
+    return ""
 
 
 def differences(before: Any, now: Fingerprint) -> dict[str, str]:

@@ -17,7 +17,7 @@ def weight_decay_of(net: nn.Module, value: Any) -> list[Regularizer]:
     """What ``weight_decay=`` means.
 
     Returns:
-        A penalty, or nothing.
+        A penalty, or decoupled decay, or nothing.
 
     Raises:
         TypeError: If the value has another type.
@@ -30,11 +30,14 @@ def weight_decay_of(net: nn.Module, value: Any) -> list[Regularizer]:
         return [WeightDecay(net)]
     if isinstance(value, int | float):
         return [WeightDecay(net, init=float(value))]
+    if value == "decoupled":
+        return [WeightDecay(net, decoupled=True)]
     if isinstance(value, str | Mapping):
         return [WeightDecay(net, value)]
     raise TypeError(
-        "tune: weight_decay must be True, False, 'layer', 'tensor', 'one', a mapping from names to patterns, a number "
-        f"to start from, or a bilevel.regularizers.WeightDecay; got {type(value).__name__}: {value!r}."
+        "tune: weight_decay must be True, False, 'layer', 'tensor', 'one', 'decoupled', a mapping from names to "
+        "patterns, a number to start from, or a bilevel.regularizers.WeightDecay; got "
+        f"{type(value).__name__}: {value!r}."
     )
 
 

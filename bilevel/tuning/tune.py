@@ -69,7 +69,7 @@ def tune(
             some and the method can.
         weight_decay: Tune a penalty on the weights: ``"layer"`` (or True), ``"tensor"``, ``"one"``, a mapping from
             names to patterns, a number to start from, or a :class:`bilevel.regularizers.WeightDecay`. Biases and norms
-            are left out.
+            are left out. ``"decoupled"`` tunes the decay of AdamW, one for each layer: with ``method="unrolled"`` only.
         label_smoothing: Tune it: True, or a number to start from. It needs a cross entropy.
         mixup: Likewise, see :class:`bilevel.regularizers.Mixup`.
         cutmix: Likewise, see :class:`bilevel.regularizers.CutMix`.

@@ -408,7 +408,7 @@ def test_everything_at_once():
         ({"loss": "mse"}, TypeError, "loss must be a function"),
         ({"loss": None}, ValueError, "without loss= the network has to compute it"),
         ({"epoch": 3}, TypeError, "no argument 'epoch': did you mean 'epochs'"),
-        ({"weight_decay": "decoupled"}, ValueError, "decoupled decay, that of AdamW, is no term of the training loss"),
+        ({"weight_decay": "decoupled"}, ValueError, "decoupled weight decay, that of AdamW, is no term of inner"),
         ({"weight_decay": [1]}, TypeError, "weight_decay must be True, False"),
         ({"dropout": 0.5}, TypeError, "dropout must be True, False"),
         ({"mixup": "yes"}, TypeError, "mixup must be True, False, a number"),
