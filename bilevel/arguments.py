@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from numbers import Integral
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,6 +40,28 @@ def check_flag(name: str, value: object) -> None:
     """
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {type(value).__name__}: {value!r}.")
+
+
+def file_name(name: str, value: object) -> Path:
+    """The file that an argument stands for, wherever the program goes meanwhile.
+
+    Args:
+        name: Of the argument.
+        value: A path; ``~`` is the home of the user.
+
+    Returns:
+        An absolute path.
+
+    Raises:
+        TypeError: If it is no path.
+        ValueError: If no file can have that name.
+    """
+    if not isinstance(value, str | os.PathLike) or not isinstance(os.fspath(value), str):
+        raise TypeError(f"{name} must be the path of a file, got {type(value).__name__}: {value!r}.")
+    text = os.fspath(value)
+    if not text or "\0" in text:
+        raise ValueError(f"{name} must be the path of a file, got {text!r}.")
+    return Path(os.path.abspath(os.path.expanduser(text)))
 
 
 def length(loader: object) -> int | None:

@@ -5,7 +5,8 @@ Every line is one object, and ``event`` says what it is:
 * ``start``: a run begins. ``version``, ``time``, ``method``, ``settings``, ``environment``, and ``hyper`` with the
   bounds and the shape of every hyperparameter.
 * ``round``: one row of the history with all its columns, and ``memory`` in bytes.
-* ``resume``: the run goes on after ``round``. Rows of later rounds above this line are void.
+* ``resume``: the run goes on after ``round``, from a checkpoint that was written when the log had ``bytes`` bytes. What
+  is between that place and this line is void, also if it is a run of its own.
 * ``checkpoint``: the run was kept, after ``round``, in ``bytes`` bytes; training waited for ``seconds``.
 * ``warning``: something went wrong, and the run went on; ``message`` says what.
 * ``end``: the run is over, after ``round``; ``stopped`` says why. ``validation_loss`` is there if the last pass was
@@ -23,7 +24,7 @@ import os
 import platform
 import stat
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -232,9 +233,42 @@ def memory(device: torch.device) -> int | None:
         return None
 
 
+def counting(lines: Iterable[bytes]) -> Iterator[bytes]:
+    r"""The lines of a log that count: not those between the checkpoint that a run went on from and its ``resume``.
+
+    Args:
+        lines: All of them, with their ends.
+
+    Yields:
+        Those that count.
+
+    Example:
+        >>> lines = [b'{"event": "start"}\n', b'{"event": "start"}\n', b'{"event": "resume", "bytes": 19}\n']
+        >>> list(counting(lines)) == [lines[0], lines[2]]
+        True
+    """
+    Chain = tuple[bytes, Any]  # a line, and what counts before it
+    chain: Chain | None = None
+    at, ends = 0, {0: chain}
+    for line in lines:
+        if line.startswith(b'{"event": "resume"'):
+            try:
+                place = json.loads(line).get("bytes")
+            except ValueError:
+                place = None
+            chain = ends[place] if isinstance(place, int) and place in ends else chain
+        at += len(line)
+        chain = ends[at] = (line, chain)
+    found = []
+    while chain is not None:
+        line, chain = chain
+        found.append(line)
+    yield from reversed(found)
+
+
 def _record(content: bytes) -> Record:
     record = Record({}, [], [], [], None, 0)
-    for line in content.split(b"\n"):
+    for line in counting(content.splitlines(keepends=True)):
         if not line.strip():
             continue
         try:

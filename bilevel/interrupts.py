@@ -73,7 +73,9 @@ class Waiting:
     def deliver(self) -> None:
         """Hand what came until now to its handlers, of which one may raise."""
         if self._noted:
-            number, frame = self._noted.popitem()
+            # In the order of Python itself: that the run is to end is known before that its workers are gone.
+            number = min(self._noted)
+            frame = self._noted.pop(number)
             try:
                 self._handlers[number](number, frame)
             finally:
@@ -89,6 +91,25 @@ class Waiting:
     def _give_back(self) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
+
+
+def hush(number: int) -> Any:
+    """Let a signal do nothing from now on.
+
+    Args:
+        number: Of the signal.
+
+    Returns:
+        The handler that it had.
+    """
+    if _current is not None and number in _current._handlers:
+        former, _current._handlers[number] = _current._handlers[number], _nothing
+        return former
+    return signal.signal(number, _nothing)
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    pass
 
 
 def safe_point() -> None:

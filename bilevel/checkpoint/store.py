@@ -102,7 +102,8 @@ class Store:
         Raises:
             CheckpointError: If there is another file.
         """  # noqa: DOC502
-        check_own(self.path)
+        for number in range(self._keep):
+            check_own(self.generation(number))
 
     def save(
         self, state: dict[str, Any], before: Callable[[], None] | None = None, *, last: bool = True

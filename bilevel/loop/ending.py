@@ -8,6 +8,8 @@ import threading
 from types import FrameType, TracebackType
 from typing import Any, final
 
+from bilevel.interrupts import hush
+
 
 @final
 class Ending:
@@ -16,7 +18,9 @@ class Ending:
     SIGTERM and SIGUSR1 stand for ``"terminated"``, Ctrl-C for ``"interrupted"``; a second Ctrl-C interrupts at once.
     Handlers can be set in the main thread only. One of the user's own is called when the block is left; ignored signals
     are left alone. A process that is forked inside the block is terminated as ever. It does not listen to Ctrl-C, which
-    a terminal sends to all: the workers of a loader live on until the round is over.
+    a terminal sends to all: the workers of a loader live on until the round is over. Workers that got the signal, too,
+    are dead then. PyTorch would raise that anywhere; here it is left to the loader to say so when it is asked for a
+    batch, and to :class:`bilevel.loop.feed.Feed` to start others.
 
     Attributes:
         reason: Why to end, or None.
@@ -57,6 +61,9 @@ class Ending:
                 signal.raise_signal(number)
             return
         self._noted[number] = frame
+        child = getattr(signal, "SIGCHLD", None)
+        if child is not None and child not in self._former and callable(signal.getsignal(child)):
+            self._former[child] = hush(child)
         if number == signal.SIGINT:
             if self.reason == "interrupted":
                 raise KeyboardInterrupt

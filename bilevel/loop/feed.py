@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from types import ModuleType
 from typing import Any, final
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from bilevel.arguments import length
 from bilevel.checkpoint import CheckpointError
 from bilevel.parallel import Shared
 from bilevel.rng import Stream
-from bilevel.solver.code import code_of, digest
+from bilevel.solver.code import code_of, digest, sample
 
 
 class Feed:
@@ -25,7 +25,10 @@ class Feed:
     Attributes:
         passes: How many times all batches have been given out.
         doubt: Why the rest of the present pass may be another one than it would have been, if it may.
+        ends: Whether the run is about to end by a signal, which the workers of a loader may have got, too.
     """
+
+    ends: Callable[[], bool] = staticmethod(lambda: False)
 
     def __init__(self, name: str, loader: Iterable[Any] | None, stream: Stream, *, kept: bool = False) -> None:
         """Feed from ``loader``; None feeds None.
@@ -48,8 +51,9 @@ class Feed:
         self._iterator: Any = None
         self._start: dict[str, Any] = self._now()
         self._first: str | None = None
+        self._batches = ""
         self._options = options(self._source) if kept else {}
-        self._draws = False
+        self._draws = self._random = False
         self.doubt: str | None = None
 
     def __next__(self) -> Any:
@@ -59,21 +63,38 @@ class Feed:
             Whatever the loader yields.
 
         Raises:
-            ValueError: If a pass yields no batch.
+            Exception: What the loader raises.
         """
+        given, batches = self._given, self._batches
+        try:
+            return self._draw()
+        except Exception:
+            if not self._kept or not self.lost_workers():
+                raise
+        self._start_again(given, batches)
+        return self._draw()
+
+    def lost_workers(self) -> bool:
+        """Whether an error of the loader may come from workers that got the signal that ends the run."""
+        return self.ends() and getattr(self._source, "num_workers", 0) > 0
+
+    def _draw(self) -> Any:
         with self.stream():
             if self._iterator is None:
-                self._start = self._now()
+                self._start, self._batches, self._random = self._now(), "", False
                 self._iterator = iter(Fresh(self.loader))
-            watched = self._kept and self._given > 0 and not self._draws and _keeps_what_it_draws(self._source)
+            watched = self._kept and self._given > 0 and not self._random
             before = [torch.get_rng_state(), *get_global()] if watched else []
             for batch in self._iterator:
                 self._given += 1
-                self._draws = self._draws or (
+                self._random = self._random or (
                     watched and digest(before) != digest([torch.get_rng_state(), *get_global()])
                 )
+                self._draws = self._draws or (self._random and _keeps_what_it_draws(self._source))
                 if self._kept and self._given == 1:
                     self._first = digest(batch)
+                if self._kept:
+                    self._batches = digest([self._batches, sample(batch)])
                 if self._given == self._length:
                     # The pass is over, unless the length was wrong.
                     more = next(self._iterator, self)
@@ -95,6 +116,7 @@ class Feed:
         """
         state: dict[str, Any] = {"passes": self.passes, "given": self._given, "start": self._start}
         state |= {"first": self._first, "options": self._options, "draws": self._draws}
+        state |= {"batches": self._batches, "random": self._random}
         state["generators"] = [_state_of(generator) for generator in generators(self._source)]
         if self._stateful:
             state["loader"] = self.loader.state_dict()  # type: ignore[attr-defined]
@@ -149,8 +171,28 @@ class Feed:
             old, new = before.get(name, "nothing"), self._options.get(name, "nothing")
             if old != new:
                 values = "is another function" if name in FUNCTIONS else f"was {old}, this call has {new}"
+                values = "is another one" if name == "content" else values
                 return f"{self.name}: {name} {values}"
         return None
+
+    def _start_again(self, given: int, batches: str) -> None:
+        """Begin the present pass anew, with other workers, and go to where it was."""
+        own = generators(self._source)
+        before = self.stream.state_dict(), get_global(), [_state_of(generator) for generator in own]
+        if given:
+            self.stream.load_state_dict(self._start["stream"])
+            set_global(self._start["global"])
+            for generator, saved in zip(own, self._start["generators"], strict=True):
+                _restore(generator, saved)
+        self._given, self._iterator = 0, None
+        for _ in range(given):
+            self._draw()
+        if given:
+            self.stream.load_state_dict(before[0])
+            set_global(before[1])
+            for generator, saved in zip(own, before[2], strict=True):
+                _restore(generator, saved)
+            self._batches = batches
 
     def _read_again(self, state: dict[str, Any]) -> str | None:
         """Draw the batches of the pass that was under way; of one that was over, the first one."""
@@ -170,6 +212,8 @@ class Feed:
                 return f"{self.name}: the first batch of pass {state['passes'] + 1} is another one"
             if self.passes != state["passes"] and index + 1 < state["given"]:
                 return f"{self.name}: the run stopped after batch {state['given']}, and it has only {index + 1} now"
+        if state["given"] and not state["random"] and self._batches != state["batches"]:
+            return f"{self.name}: a batch after the first one of pass {state['passes'] + 1} is another one"
         if self.passes != state["passes"] and state["given"]:
             return f"{self.name}: the run stopped after batch {state['given']}, which is the last one now"
         if not state["given"]:
@@ -233,6 +277,10 @@ def options(loader: Any) -> dict[str, Any]:
         found |= {"sampler": type(sampler).__name__, "batch_sampler": type(loader.batch_sampler).__name__}
         found |= {name: code_of(getattr(loader, name)) for name in ("collate_fn", "worker_init_fn")}
         found["transform"] = code_of(getattr(data, "transform", None))
+        if isinstance(data, TensorDataset):
+            found["content"] = sample(data.tensors)
+    elif isinstance(loader, list | tuple):
+        found["content"] = digest([sample(batch) for batch in loader[:: 1 + len(loader) // FEW]])
     return found | {"number of batches": length(loader)}
 
 

@@ -43,6 +43,7 @@ class Keeper:
         self._due = False
         self._rows = 0
         self._early: list[str] | None = []  # warnings before the first line
+        self._from: int | None = None  # how long the log was at the checkpoint that the run goes on from
         self.log: Log | None = None
         place = checkpoint.with_name(f"{checkpoint.name}.jsonl") if checkpoint is not None and log is None else log
         self._place = place
@@ -94,11 +95,13 @@ class Keeper:
         """
         assert self._place is not None
         try:
+            self._from = state["log"]["bytes"]
             return prefix(self._place, state["log"]).rows
         except ValueError as error:
             if not lenient:
                 raise CheckpointError(f"checkpoint: {error}") from error
             self.warn(f"{error} The history starts anew.")
+            self._from = None
             return []
 
     def begin(self, run: Run, content: dict[str, Any], *, resumed: bool) -> None:
@@ -118,7 +121,7 @@ class Keeper:
             if not resumed or self.log.size == 0:
                 self.log.write("start", content)
             if resumed:
-                self.log.write("resume", {"round": run.rounds, "time": now()})
+                self.log.write("resume", {"round": run.rounds, "bytes": self._from, "time": now()})
             for message in self._early or []:
                 self.log.write("warning", {"message": message})
             self._early = None

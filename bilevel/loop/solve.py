@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bilevel.arguments import check_flag, check_integer, check_loader, length
+from bilevel.arguments import check_flag, check_integer, check_loader, file_name, length
 from bilevel.checkpoint import CheckpointWarning
 from bilevel.events import RESERVED, VERSION, environment, now
 from bilevel.history import LEADING
@@ -156,7 +156,9 @@ def solve(
         ... )
         >>> round(float(solution.hyper["target"]), 3)
         3.0
-    """  # noqa: DOC502
+    """  # noqa: DOC501, DOC502
+    places = {"checkpoint": checkpoint, "log": log}
+    files = {name: None if place is None else file_name(name, place) for name, place in places.items()}
     check_loader("train", train)
     check_loader("valid", valid)
     check_run(
@@ -221,8 +223,8 @@ def solve(
         raise ValueError(f"hyper: {twice[0]!r} would be two columns of the history; choose another name.")
     make = partial(
         Keeper,
-        None if checkpoint is None else Path(checkpoint),
-        None if log is None else Path(log),
+        files["checkpoint"],
+        files["log"],
         keep=checkpoint_keep,
         every=checkpoint_every,
     )
@@ -266,6 +268,7 @@ def solve(
         planned_settings = {"steps": planned.limit, "epochs": epochs, "rounds": planned.rounds}
         keeper.begin(run, _first_line(run, settings | planned_settings), resumed=state is not None)
         with Ending(signals) as ending:
+            run.train.ends = run.valid.ends = lambda: ending.reason is not None
             _loop(run, keeper, ending, ends, callbacks, (planned.rounds, progress))
     except BaseException:
         if group is not None:
@@ -275,7 +278,11 @@ def solve(
         keeper.close()
     last = run.stopped in ("interrupted", "terminated") or not (group is None or group.main)
     if not last and run.rounds > first:
-        warn_after(solver, run.signal)
+        try:
+            warn_after(solver, run.signal)
+        except Warning as error:  # which somebody has made an error
+            _attach(error, run, keeper)
+            raise
     return run.solution()
 
 

@@ -6,14 +6,18 @@ import dataclasses
 import itertools
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bilevel.events import counting
 from bilevel.report.runs import Run, from_folder, from_log, read_json
 
 GENERIC = ("checkpoint", "run", "log", "events", "history")
 """Names of files that say nothing about a run: its folder does."""
+BESIDE = (".html", ".lock", ".part", ".png", ".svg", ".pdf")
+"""What lies beside logs and is none."""
 DEEPEST = 3
 """How many folders down logs are looked for."""
 
@@ -33,7 +37,10 @@ def read(paths: Sequence[str | Path], *, empty: bool = False) -> list[Run]:
         Traceback (most recent call last):
         FileNotFoundError: nowhere.jsonl does not exist: give an event log ...
     """
-    files = list(dict.fromkeys(file for path in paths for file in files_of(Path(path))))
+    given = [Path(path) for path in paths]
+    if len(given) > 1:  # as a shell puts them in the place of runs/*
+        given = [path for path in given if path.suffix not in BESIDE] or given
+    files = list(dict.fromkeys(file for path in given for file in files_of(path)))
     runs = [read_file(file, empty=empty) for file in files]
     return [dataclasses.replace(run, name=name) for run, name in zip(runs, names_of(files), strict=True)]
 
@@ -54,8 +61,9 @@ def files_of(path: Path) -> list[Path]:
             if found := [file for folder in folders for file in _of_folder(folder)]:
                 return found
         raise FileNotFoundError(f"{path} has no run: neither an event log (*.jsonl) nor a history.csv.")
-    beside = path.with_name(path.name + ".jsonl")  # the checkpoint was given instead of its log
-    if path.suffix in (".pt", ".pth", ".ckpt") and beside.is_file():
+    newest = re.sub(r"\.\d+$", "", path.name)  # NAME.1 is the checkpoint before
+    beside = path.with_name(newest + ".jsonl")  # the checkpoint was given instead of its log
+    if (newest != path.name or path.suffix in (".pt", ".pth", ".ckpt")) and beside.is_file():
         return [beside]
     if not path.exists():
         raise FileNotFoundError(
@@ -100,7 +108,7 @@ def lines_of(path: Path) -> Iterator[Mapping[str, Any]]:
     """The events of a log; a last line that is still being written is left out."""
     good = bad = 0
     with path.open("rb") as file:
-        for line in file:
+        for line in counting(file):
             try:
                 event = json.loads(line)
             except (ValueError, RecursionError):

@@ -173,7 +173,9 @@ def from_log(events: Iterable[Mapping[str, Any]], beside: Mapping[str, Any] | No
     for event in events:
         kind = event.get("event")
         if kind == "round":
-            rows.append({key: value for key, entry in event.items() if (value := _number(entry)) is not None})
+            row = {key: value for key, entry in event.items() if (value := _number(entry)) is not None}
+            if math.isfinite(row.get("round", 0.0)):
+                rows.append(row)
             stopped = None
         elif kind == "start":
             rows, others, start, stopped = [], [], dict(event), None  # of several runs in a file, the last counts

@@ -57,6 +57,7 @@ def write(
         raise ValueError("runs is empty: give at least one event log or folder.")
     first = Path(paths[0])
     path = Path(out) if out is not None else (first if first.is_dir() else first.parent) / "report.html"
+    _check_place(path)
     while True:
         started = time.perf_counter()
         found = read(paths, empty=watch is not None)
@@ -66,6 +67,16 @@ def write(
         if watch is None or not any(run.running for run in found):
             return path
         time.sleep(max(watch, SHARE * (time.perf_counter() - started)))
+
+
+def _check_place(path: Path) -> None:
+    """Refuse to replace what is no page."""
+    if not path.parent.is_dir() or path.is_dir():
+        raise ValueError(f"out: {path} cannot be a file; give the name of a page in a folder that is there.")
+    if path.exists():
+        with path.open("rb") as file:
+            if file.read(15).lower() not in (b"<!doctype html>", b""):
+                raise ValueError(f"out: {path} is no page, and would be lost; choose another name.")
 
 
 def replace(path: Path, content: str) -> None:

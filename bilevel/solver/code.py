@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import inspect
+import math
 import os
 import re
 import sys
@@ -26,9 +27,13 @@ MANY = 1000
 """Of longer collections, so many entries count."""
 LARGE = 1 << 20
 """Of tensors with more entries, a sample counts."""
+SAMPLE = 1 << 16
+"""Of larger tensors in a batch, about so many entries count."""
 LIBRARIES = tuple(os.path.dirname(os.path.abspath(str(module.__file__))) for module in (os, torch, np))
 LIBRARIES += (str(Path(__file__).resolve().parents[1]),)
 INSTALLED = {"site-packages", "dist-packages"}
+WHOLE = {"vars", "getattr", "attrgetter", "__dict__", "asdict", "astuple", "_get_kwargs"}
+"""What reads attributes without their names."""
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
@@ -57,13 +62,29 @@ def digest(batch: Any) -> str:
     return total.hexdigest()
 
 
+def sample(batch: Any) -> str:
+    """As :func:`digest`, of large tensors and arrays a sample only.
+
+    Returns:
+        A hash.
+    """
+    parts: list[Any] = []
+    for leaf in leaves(batch):
+        large = isinstance(leaf, np.ndarray) or (isinstance(leaf, Tensor) and leaf.layout == torch.strided)
+        if large and (step := 1 + math.prod(leaf.shape) // SAMPLE) > 1:
+            parts += [str(tuple(leaf.shape)), leaf.reshape(-1)[::step]]
+        else:
+            parts.append(leaf)
+    return digest(parts)
+
+
 def code_of(function: Any) -> str:
     """A hash of what a function does: its code, that of the user's functions it calls, and the values that it reads.
 
     Names of local variables, comments, docstrings and positions do not count; functions of installed packages neither.
     Of values that are captured, global, defaults, or attributes of the object to which a method belongs, these do:
-    numbers, strings, collections and plain objects of them, tensors without gradients, arrays, and the settings and
-    frozen weights of modules.
+    numbers, strings, collections of them, tensors without gradients, arrays, and the settings and frozen weights of
+    modules. Of a namespace or a dataclass, such as the options of a command line, the attributes count that are read.
 
     Args:
         function: A function, a method, a partial, an object that can be called, or a module.
@@ -75,7 +96,9 @@ def code_of(function: Any) -> str:
         >>> code_of(lambda x: x + 1) == code_of(lambda y: y + 1), code_of(lambda x: x + 1) == code_of(lambda x: x + 2)
         (True, False)
     """
-    walk = _Walk()
+    first = _Walk()
+    first.see(function, 0)
+    walk = _Walk(first.names)  # now it is known which attributes are read anywhere
     walk.see(function, 0)
     return walk.total.hexdigest()
 
@@ -89,8 +112,10 @@ def plain_repr(value: Any) -> str:
 class _Walk:
     """What has been seen on the way."""
 
-    def __init__(self) -> None:
+    def __init__(self, read: set[str] | None = None) -> None:
         self.total = hashlib.sha256()
+        self.names: set[str] = set()
+        self._read = None if read is None or read & WHOLE else read
         self._seen: dict[int, Any] = {}  # with the objects, so that no address is used again
 
     def add(self, *parts: str | bytes) -> None:
@@ -129,7 +154,9 @@ class _Walk:
         elif isinstance(value, type):
             self._class(value, depth + 1)
         elif isinstance(value, Namespace | SimpleNamespace) or dataclasses.is_dataclass(value):
-            self._collection(_attributes(value), depth + 1)
+            own = _attributes(value)
+            own = own if self._read is None else {name: part for name, part in own.items() if name in self._read}
+            self._collection(own, depth + 1)
         elif inspect.isroutine(value):
             self.add(getattr(value, "__module__", None) or "", getattr(value, "__qualname__", ""))
         elif callable(value):
@@ -158,6 +185,7 @@ class _Walk:
 
     def _code(self, value: CodeType, depth: int, doc: str | None = None) -> None:
         self.add(value.co_code, repr(value.co_names))
+        self.names.update(value.co_names)
         for constant in value.co_consts:
             if constant is None or constant is not doc:
                 self.see(constant, depth)

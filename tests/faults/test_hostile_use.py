@@ -1,8 +1,10 @@
 """What people do to runs: signals of their own, links, second runs, warnings as errors, closed doors."""
 
+import argparse
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 import warnings
@@ -10,10 +12,11 @@ from functools import partial
 
 import pytest
 import torch
-from examples import assert_same, batches
-from faulty import result, run
+from examples import assert_same, batches, inner_loss, make_problem, sgd
+from faulty import in_child, result, run
 
 import bilevel
+import bilevel.report.find
 from bilevel import events
 from bilevel.checkpoint import load
 from bilevel.interrupts import Waiting
@@ -29,6 +32,49 @@ def raise_in(error):
         raise error
 
     return action
+
+
+class Slow(torch.utils.data.Dataset):
+    """Examples that take a moment, so that workers are at work when a signal comes."""
+
+    def __init__(self, noise):
+        self.noise = noise
+
+    def __len__(self):
+        return 20
+
+    def __getitem__(self, index):
+        time.sleep(0.01)
+        x, y = batches()[index // 5]
+        return x[index % 5] + self.noise * torch.randn(3), y[index % 5]
+
+
+def with_workers(file, context, **changes):
+    # More validation passes than one, and rounds that end in the middle of a pass.
+    options = {"batch_size": 5, "shuffle": True, "num_workers": 2, "multiprocessing_context": context}
+    train, valid = (torch.utils.data.DataLoader(Slow(noise), **options) for noise in (0.1, 0.0))
+    settings = {"inner_steps": 3, "steps": 12, "evaluate_every": 4, "inner_optimizer": sgd, "outer_optimizer": sgd}
+    settings |= {"method": "implicit_identity", "warmup": 0, "progress": False, "checkpoint": file}
+    return bilevel.solve(make_problem(), train, valid, **settings | changes)
+
+
+def signalled(file, number, context):
+    os.setpgrp()
+
+    def send(event):
+        if event.index == 3:
+            threading.Timer(0.02, os.killpg, (os.getpgrp(), number)).start()
+
+    with_workers(file, context, callbacks=[send])
+
+
+# Started by fork, workers do not listen to Ctrl-C; those of spawn take seconds to start.
+GROUPS = [
+    (signal.SIGTERM, "fork"),
+    (signal.SIGUSR1, "fork"),
+    (signal.SIGINT, "fork"),
+    pytest.param(signal.SIGTERM, "spawn", marks=pytest.mark.slow),
+]
 
 
 class TestSignals:
@@ -134,6 +180,16 @@ class TestErrors:
         assert all(value.isfinite().all() for value in caught.value.solution.params.values())
         assert load(file)["rounds"] in (2, 4)  # the second may have waited for the first to reach the disk
         assert_same(result(run("implicit_identity", file)), result(run("implicit_identity")))
+
+    @pytest.mark.parametrize(("number", "context"), GROUPS)
+    def test_a_signal_to_all_processes_of_a_job_loses_nothing(self, tmp_path, number, context):
+        """As schedulers send it; the workers of the loaders die of it."""
+        file = tmp_path / "run.pt"
+        assert in_child(partial(signalled, file, number, context)) == 0
+        record = events.read(file.with_name("run.pt.jsonl"))
+        assert record.end["stopped"] == ("interrupted" if number == signal.SIGINT else "terminated")
+        assert load(file)["rounds"] == len(record.rows) >= 3
+        assert_same(result(with_workers(file, context)), result(with_workers(None, context)))
 
     @pytest.mark.parametrize("reason", [signal.SIGTERM, signal.SIGINT])
     def test_workers_that_got_the_signal_too(self, tmp_path, reason):
@@ -247,3 +303,101 @@ class TestOwnLoops:
                 solver.save(tmp_path / "run.pt")
 
         run("implicit_identity", tmp_path / "run.pt", callbacks=at(3, save))
+
+
+class TestPlaces:
+    """Where files are, and what is in them."""
+
+    def test_the_history_of_a_run_that_was_begun_anew_and_given_up(self, tmp_path):
+        """The run goes on from a checkpoint that is older than the last start in the log."""
+        file = tmp_path / "run.pt"
+        run("implicit_identity", file, steps=6)
+        with pytest.raises(ZeroDivisionError):
+            run("implicit_identity", file, resume=False, evaluate_every=100, callbacks=at(2, lambda: 1 / 0))
+        file.with_name("run.pt.1").replace(file)  # what a run leaves that is killed before it has written a checkpoint
+        for steps in (8, 10):
+            solution = run("implicit_identity", file, steps=steps)
+            assert [row["round"] for row in solution.history.rows] == list(range(1, steps + 1))
+            assert [row["round"] for row in events.read(f"{file}.jsonl").rows] == list(range(1, steps + 1))
+            assert bilevel.report.find.read([tmp_path])[0].last_round == steps
+
+    def test_the_folder_of_the_process_may_change(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "elsewhere").mkdir()
+        run("implicit_identity", "run.pt", callbacks=at(5, lambda: os.chdir("elsewhere")))
+        assert load(tmp_path / "run.pt")["rounds"] == 12 and not any((tmp_path / "elsewhere").iterdir())
+
+    @pytest.mark.parametrize("name", ["checkpoint", "log"])
+    @pytest.mark.parametrize("value", [123, True, b"run.pt", "a\0b", ""])
+    def test_what_is_no_path_is_refused_by_name(self, name, value):
+        with pytest.raises((TypeError, ValueError), match=f"{name} must be the path of a file"):
+            run("implicit_identity", **{name: value})
+
+    def test_a_page_replaces_only_pages(self, tmp_path):
+        file = tmp_path / "run.pt"
+        run("implicit_identity", file)
+        log = tmp_path / "run.pt.jsonl"
+        before = log.read_bytes()
+        with pytest.raises(ValueError, match=r"is no page, and would be lost"):
+            bilevel.report.write([log], log)
+        with pytest.raises(ValueError, match=r"cannot be a file"):
+            bilevel.report.write([log], tmp_path)
+        assert log.read_bytes() == before
+        for _ in range(2):
+            bilevel.report.write([*tmp_path.iterdir()], tmp_path / "report.html")
+
+    def test_a_file_at_the_name_of_an_older_checkpoint_is_not_replaced(self, tmp_path):
+        (tmp_path / "run.pt.1").write_text("mine")
+        with pytest.raises(bilevel.CheckpointError, match="was not written by bilevel"):
+            run("implicit_identity", tmp_path / "run.pt", resume=False)
+        assert (tmp_path / "run.pt.1").read_text() == "mine"
+
+    def test_a_warning_that_is_an_error_carries_the_solution(self, monkeypatch):
+        def warn(*_):
+            raise bilevel.TuningWarning("no signal")
+
+        monkeypatch.setattr(sys.modules["bilevel.loop.solve"], "warn_after", warn)
+        with pytest.raises(bilevel.TuningWarning) as caught:
+            run("implicit_identity")
+        assert len(caught.value.solution.history) == 12
+
+
+@pytest.mark.parametrize("kind", ["loader", "list", "data set"])
+def test_a_batch_after_the_first_one_that_changed_is_refused(tmp_path, kind):
+    x, y = (torch.cat(parts) for parts in zip(*batches(), strict=True))
+
+    def train():
+        if kind == "list":
+            return [(x[i : i + 5].clone(), y[i : i + 5].clone()) for i in range(0, 20, 5)]
+        data = torch.utils.data.TensorDataset(x, y) if kind == "data set" else list(zip(x, y, strict=True))
+        return torch.utils.data.DataLoader(data, batch_size=5)
+
+    settings = {"method": "implicit_identity", "inner_steps": 3, "inner_optimizer": sgd, "outer_optimizer": sgd}
+    settings |= {"progress": False, "warmup": 0, "checkpoint": tmp_path / "run.pt"}
+    bilevel.solve(make_problem(), train(), batches(seed=1), steps=5, **settings)
+    x = x.clone()
+    x[7] += 1  # in the second batch, of which the pass has given out three
+    with pytest.raises(bilevel.CheckpointError, match=r"train: (a batch after the first|content)"):
+        bilevel.solve(make_problem(), train(), batches(seed=1), steps=6, **settings)
+
+
+def test_of_the_options_of_a_program_those_count_that_the_loss_reads(tmp_path):
+    def solve(**options):
+        args = argparse.Namespace(**options)
+
+        def smooth(value):
+            return value * args.smooth
+
+        def inner(model, hyper, batch):
+            return smooth(inner_loss(model, hyper, batch))
+
+        problem = make_problem(inner_loss=inner)
+        settings = {"method": "implicit_identity", "inner_optimizer": sgd, "outer_optimizer": sgd, "progress": False}
+        return bilevel.solve(
+            problem, batches(), batches(seed=1), steps=options["steps"], checkpoint=tmp_path / "run.pt", **settings
+        )
+
+    solve(steps=3, smooth=1.0)
+    assert len(solve(steps=5, smooth=1.0).history) == 5
+    with pytest.raises(bilevel.CheckpointError, match="inner_loss"):
+        solve(steps=7, smooth=2.0)
