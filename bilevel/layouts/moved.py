@@ -135,6 +135,13 @@ def _picked(count: int, layout: Layout, x: Tensor, y: Tensor, index: tuple[Any, 
     if any(isinstance(part, slice) and part != slice(None) for part in rest):
         return None
     ids = layout.ids(count, x.device)
+    if first.ndim > 1 and all(isinstance(part, Tensor) and part.dtype != torch.bool for part in index):
+        # As in mask[examples[:, None, None], times[None, None]]: the rows are along one dimension of a grid.
+        dim = max(range(first.ndim), key=lambda dim: first.shape[dim])
+        if first.numel() != first.shape[dim]:
+            return None
+        grid = torch.broadcast_shapes(*(part.shape for part in index))
+        return _chosen(dim + len(grid) - first.ndim, ids[first.flatten()], count)
     if first.dtype == torch.bool:
         rows = first.nonzero()[:, 0] if not rest else None
     else:

@@ -159,4 +159,7 @@ def _rounded_up(value: float) -> float:
 
 
 def _warn(message: str) -> None:
-    warnings.warn(message, TuningWarning, stacklevel=4)  # where solve was called
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("bilevel."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, TuningWarning, stacklevel=level)  # where solve was called, or what calls it, such as tune

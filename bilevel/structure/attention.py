@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bilevel.layouts import Layout
+from bilevel.layouts import FIRST, Layout
 from bilevel.responding import NoExamples, NoRule
 from bilevel.structure.linear import linear
 from bilevel.structure.moves import move
@@ -102,14 +102,20 @@ def attend(
     **kwargs: Any,
 ) -> Tensor:
     """A weight is added to the scores, such as a bias for each distance; then each example has scores of its own."""
-    inputs = [mode.check(x, function, query, key, value, attn_mask) for x in (query, key, value)]
+    inputs = [mode.activation(x) for x in (query, key, value)]
+    layouts = {mode.layout(x, function, query, key, value, attn_mask) for x in inputs}
+    layout = layouts.pop()
+    if layouts or layout.dim:  # windows of images have several entries for each example, but in front
+        mode.check(next(x for x in inputs if mode.layouts.of(x) != FIRST), function, query, key, value, attn_mask)
     if attn_mask is not None and mode.responds(attn_mask):
         name, _, factor, template, *_ = mode.weight(attn_mask)
         aligned = attn_mask.ndim == query.ndim
-        if aligned and not mode.spread(attn_mask):
+        same = aligned and factor.shape[1] == 1 and (len(template) == 1 or template.stride(0) == 0)
+        if aligned and not same:
             raise NoExamples(mode.refusal(name, function, "whose examples it shares"))
         change = factor[:, 0] * template[0] if aligned else factor * template
         change = change.reshape(mode.count, *[1] * (query.ndim - change.ndim), *change.shape[1:])
+        change = change if layout == FIRST else change[layout.ids(mode.count, change.device)]
         attn_mask = mode.join(attn_mask.expand(change.shape).clone(), change)
     result: Tensor = function(*inputs, attn_mask, *args, **kwargs)
     return result

@@ -237,6 +237,11 @@ def _check_criterion(criterion: Criterion, used: Sequence[Regularizer]) -> None:
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
+    if "scheduler" in options:
+        raise TypeError(
+            "tune: the scheduler of the learning rate is inner_scheduler, a function of the optimizer: write "
+            "inner_scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, ...)."
+        )
     known = set(inspect.signature(solve).parameters) - {"problem", "train", "valid", "method"}
     for name in options:
         if name not in known:

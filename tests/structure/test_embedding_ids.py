@@ -99,6 +99,9 @@ MASKS = {
     "of examples, the other way": lambda bias, ids: torch.where((ids > 3)[:, None, None], -1.0, bias),
     "of examples, filled": lambda bias, ids: bias.masked_fill((ids > 3)[:, None, None], -1.0),
     "of examples, without its own dimension": lambda bias, ids: bias[0].masked_fill((ids > 3)[:, None, None], -1.0),
+    "of examples, by numbers": lambda bias, ids: torch.where(
+        (ids > 3)[torch.arange(len(ids))[:, None, None, None], torch.arange(ids.shape[1])], bias, -1.0
+    ),
     "of all": lambda bias, ids: bias.masked_fill(torch.ones(bias.shape[-2:]).triu(1).bool(), -1.0),
 }
 

@@ -60,6 +60,8 @@ def test_rows_in_another_order_are_refused():
 class Windows(nn.Module):
     """As Swin: windows of images, a table of distances added to the scores, a mask, and back."""
 
+    shifted = True
+
     def __init__(self):
         super().__init__()
         self.qkv, self.out, self.norm = nn.Linear(4, 12), nn.Linear(4, 4), nn.LayerNorm(4)
@@ -74,9 +76,24 @@ class Windows(nn.Module):
         mask = torch.zeros(steps // 2, 2, 2)
         mask[0, 0, 1] = -1.0
         mask = mask.unsqueeze(1).repeat(count, 1, 1, 1)  # the same for every example
-        scores = q @ k.transpose(-2, -1) + (bias + mask)
-        y = self.out((scores.softmax(-1) @ v).transpose(1, 2).reshape(-1, 2, size))
+        y = self.out(self.attend(q, k, v, bias + mask if self.shifted else bias).transpose(1, 2).reshape(-1, 2, size))
         return x + y.view(count, steps, size)
+
+    def attend(self, q, k, v, bias):
+        return (q @ k.transpose(-2, -1) + bias).softmax(-1) @ v
+
+
+class FusedWindows(Windows):
+    """The same, through PyTorch's own attention."""
+
+    def attend(self, q, k, v, bias):
+        return F.scaled_dot_product_attention(q, k, v, bias)
+
+
+class PlainWindows(FusedWindows):
+    """The same without a mask, as every other layer of Swin."""
+
+    shifted = False
 
 
 class TimeMajor(nn.Module):
@@ -156,7 +173,7 @@ class Repeated(nn.Module):
         return torch.bmm(heads(self.query(x)), key.transpose(-1, -2)).view(len(x), 2, x.shape[1], 5)
 
 
-NETWORKS = [Windows, TimeMajor, Experts, Frames, Unpadded, Repeated]
+NETWORKS = [Windows, FusedWindows, PlainWindows, TimeMajor, Experts, Frames, Unpadded, Repeated]
 
 
 @pytest.mark.parametrize("structure", STRUCTURES)

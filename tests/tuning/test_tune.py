@@ -408,6 +408,7 @@ def test_everything_at_once():
         ({"loss": "mse"}, TypeError, "loss must be a function"),
         ({"loss": None}, ValueError, "without loss= the network has to compute it"),
         ({"epoch": 3}, TypeError, "no argument 'epoch': did you mean 'epochs'"),
+        ({"scheduler": None}, TypeError, "the scheduler of the learning rate is inner_scheduler"),
         ({"weight_decay": "decoupled"}, ValueError, "decoupled weight decay, that of AdamW, is no term of inner"),
         ({"weight_decay": [1]}, TypeError, "weight_decay must be True, False"),
         ({"dropout": 0.5}, TypeError, "dropout must be True, False"),
@@ -424,6 +425,14 @@ def test_bad_arguments(change, error, message):
     call = {"net": mlp(), "train_loader": [data()], "valid_loader": [data(seed=1)], "loss": F.cross_entropy} | change
     with pytest.raises(error, match=message):
         bilevel.tune(**call, **{name: value for name, value in QUICK.items() if name not in change})
+
+
+def test_advice_about_a_run_points_at_the_call_of_tune():
+    with pytest.warns(bilevel.TuningWarning, match="leaves no round") as caught:
+        bilevel.tune(
+            mlp(), [data()], [data(seed=1)], loss=F.cross_entropy, steps=2, warmup=2, inner_steps=1, progress=False
+        )
+    assert {warning.filename for warning in caught if warning.category is bilevel.TuningWarning} == {__file__}
 
 
 def test_one_loader_for_both_is_warned_of():
