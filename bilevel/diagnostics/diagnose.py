@@ -68,6 +68,7 @@ def diagnose(
     Raises:
         DivergenceError: If a gradient is not finite.
         TypeError: If ``solver`` is not a solver.
+        ValueError: If its weights are divided among processes.
 
     Example:
         >>> import bilevel
@@ -97,6 +98,8 @@ def diagnose(
     if not isinstance(solver, Solver):
         hint = ": write solution.solver" if isinstance(solver, Solution) else ""
         raise TypeError(f"solver must be a bilevel.Solver, got a {type(solver).__name__}{hint}.")
+    if solver.shards is not None:
+        raise ValueError("solver: its weights are divided among processes; diagnose needs whole ones.")
     check_options(train_batch, valid_batch, linear_solver, curvature, max_dense, max_columns)
     with warnings.catch_warnings(), torch.enable_grad(), own_precision(solver.problem.device):
         # The comparison itself shows what an inexact solve does to the hypergradient.
