@@ -187,7 +187,9 @@ def _each(v: Any, number: Tensor) -> Tensor:
 
 
 def shard(net: Network) -> Network:
-    """Let each process keep a part of the trained parameters of a network, by rows, as ``DTensor``; in place.
+    """Let each process keep a part of the trained parameters of a network, as ``DTensor``; in place.
+
+    Each is divided along its longest dimension.
 
     All processes call it, with the same network. For one that no process can hold, make it on the meta device, call
     this, then ``net.to_empty(device=...)`` and give it its values.
@@ -221,12 +223,11 @@ def shard(net: Network) -> Network:
 
 
 def _divided(tensor: Tensor, mesh: Any) -> Tensor:
-    """By rows; a scalar is kept by all."""
+    """Along its longest dimension; a scalar is kept by all."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-    return distribute_tensor(
-        tensor.detach(), mesh, [Shard(0) if tensor.ndim else Replicate()], src_data_rank=None
-    ).requires_grad_()
+    place = Shard(max(range(tensor.ndim), key=lambda dim: tensor.shape[dim])) if tensor.ndim else Replicate()
+    return distribute_tensor(tensor.detach(), mesh, [place], src_data_rank=None).requires_grad_()
 
 
 @final
@@ -242,7 +243,7 @@ class Shards:
 
         Args:
             params: Whole.
-            like: One for each, which says how it is divided; if there are fewer, the others are divided by rows.
+            like: One for each, which says how it is divided; if there are fewer, the others are divided along their longest dimension.
         """
         mesh = like[0].device_mesh
         self._params = list(params)

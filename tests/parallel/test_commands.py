@@ -8,9 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from processes import missing, together
-from torch import nn
+from processes import missing
 
 import bilevel
 
@@ -43,27 +41,3 @@ def test_traffic_is_at_the_floor() -> None:
         if len(words) == 8 and words[1] in ("2", "4"):
             assert 1 <= float(words[4]) < 1.01, line
             assert 0.999 < float(words[7]) < 1.01, line
-
-
-def sharded() -> str:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    mesh = init_device_mesh("cpu", (2,))
-    net = nn.Linear(4, 2)
-    net.weight = nn.Parameter(distribute_tensor(net.weight.detach(), mesh, [Shard(0)]))
-    try:
-        bilevel.Problem(
-            net,
-            inner_loss=lambda model, hyper, batch: torch.zeros(()),
-            outer_loss=lambda model, hyper, batch: torch.zeros(()),
-            hyper={"a": bilevel.real(0.0)},
-        )
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_sharded_weights_are_refused() -> None:
-    for message in together(2, sharded):
-        assert message.startswith("inner: 'weight' is a DTensor")
