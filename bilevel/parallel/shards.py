@@ -243,7 +243,8 @@ class Shards:
 
         Args:
             params: Whole.
-            like: One for each, which says how it is divided; if there are fewer, the others are divided along their longest dimension.
+            like: One for each, which says how it is divided; if there are fewer, the others are divided along their
+                longest dimension.
         """
         mesh = like[0].device_mesh
         self._params = list(params)
