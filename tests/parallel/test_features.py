@@ -381,10 +381,18 @@ def reads() -> list[int]:
         real = {name: getattr(Tensor, name) for name in ("tolist", "item", "__bool__", "__float__", "__int__")}
         with pytest.MonkeyPatch.context() as patch:
             for name, function in real.items():
-                patch.setattr(Tensor, name, lambda self, n=name, f=function: (seen.append(n), f(self))[1])
+                patch.setattr(Tensor, name, _noting(seen, name, function))
             solver.outer_step(*batches)
         found.append(len(seen))
     return found
+
+
+def _noting(seen: list[str], name: str, function: Any) -> Any:
+    def noted(tensor: Tensor) -> Any:
+        seen.append(name)
+        return function(tensor)
+
+    return noted
 
 
 def test_the_checksum_is_read_with_the_finite_checks() -> None:
