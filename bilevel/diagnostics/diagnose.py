@@ -68,7 +68,8 @@ def diagnose(
     Raises:
         DivergenceError: If a gradient is not finite.
         TypeError: If ``solver`` is not a solver.
-        ValueError: If an argument is out of range, or weight decay is decoupled.
+        ValueError: If an argument is out of range, weight decay is decoupled, or the weights are divided among
+            processes.
 
     Example:
         >>> import bilevel
@@ -98,6 +99,8 @@ def diagnose(
     if not isinstance(solver, Solver):
         hint = ": write solution.solver" if isinstance(solver, Solution) else ""
         raise TypeError(f"solver must be a bilevel.Solver, got a {type(solver).__name__}{hint}.")
+    if solver.shards is not None:
+        raise ValueError("solver: its weights are divided among processes; diagnose needs whole ones.")
     check_options(train_batch, valid_batch, linear_solver, curvature, max_dense, max_columns)
     if solver.problem.decays:
         raise ValueError(

@@ -12,12 +12,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from bilevel.interrupts import safe_point
+from bilevel.parallel import all_finite, each, is_sharded, local
 
 Matvec = Callable[[Tensor], Tensor]
 
@@ -68,7 +69,13 @@ class Attempt(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class LinearSolver(ABC):
-    """Settings of a linear solver: a frozen dataclass that is called, can be printed and compared, and has no state."""
+    """Settings of a linear solver: a frozen dataclass that is called, can be printed and compared, and has no state.
+
+    Attributes:
+        divides: Whether it also solves for vectors of which each process has a part.
+    """
+
+    divides: ClassVar[bool] = False
 
     def __call__(self, matvec: Matvec, v: Tensor, x0: Tensor | None = None) -> Tensor:
         r"""Solve :math:`(\mathbf{H} + \mu \mathbf{I}) u = v`.
@@ -166,12 +173,16 @@ def norm(v: Tensor) -> Tensor:
     """The Euclidean norm, without the overflow and underflow of squares.
 
     Returns:
-        A scalar tensor.
+        A scalar tensor, the same in all processes that share the vector.
 
     Example:
         >>> norm(torch.tensor([3e-30, 4e-30])) / 1e-30
         tensor(5.)
     """
+    if is_sharded(v):
+        return norm(each(v, norm(local(v))))
+    if v.numel() == 0:  # of a vector with fewer entries than there are processes
+        return v.new_zeros(())
     low, high = torch.aminmax(v)
     largest = torch.maximum(-low, high)
     safe = torch.where(largest > 0, largest, 1.0)
@@ -260,13 +271,13 @@ def not_finite(name: str, operator: Operator, v: Tensor, x0: Tensor | None = Non
     Returns:
         The error to raise; None if the inputs and a product with the matrix are finite.
     """
-    if not bool(v.isfinite().all()):
+    if not all_finite(v):
         return NotFiniteSystemError(
             f"{name}: v is not finite: look for NaN or overflow in the gradient of the outer loss."
         )
-    if x0 is not None and not bool(x0.isfinite().all()):
+    if x0 is not None and not all_finite(x0):
         return NotFiniteSystemError(f"{name}: x0 is not finite: start from None.")
-    if not bool(operator(v / norm(v)).isfinite().all()):
+    if not all_finite(operator(v / norm(v))):
         return NotFiniteSystemError(
             f"{name}: matvec returned NaN or infinity: look for log, sqrt or division at zero in the inner loss, or "
             "for a learning rate that let the weights diverge."

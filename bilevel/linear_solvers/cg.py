@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from bilevel.linear_solvers.base import Operator, norm
 from bilevel.linear_solvers.iterative import Iterative, Run
+from bilevel.parallel import dot
 
 
 @final
@@ -48,7 +49,7 @@ class CG(Iterative):
     @override
     def _run(self, operator: Operator, b: Tensor, target: Tensor, max_steps: int) -> Run:
         x, r, p = torch.zeros_like(b), b, b.clone()
-        rr = pp = r @ r
+        rr = pp = dot(r, r)
         steps = largest = value = torch.zeros_like(rr)
         active, broken = rr > 0, rr < 0
         for step in range(max_steps):
@@ -56,7 +57,7 @@ class CG(Iterative):
             if self.rtol > 0 and bool(~active | (rr.sqrt() <= target)):
                 break
             product = operator(p)
-            bend = p @ product
+            bend = dot(p, product)
             if step == 0:
                 # The Rayleigh quotient of sqrt(A) p: closer to the largest eigenvalue than that of p.
                 length = norm(product)
@@ -69,7 +70,7 @@ class CG(Iterative):
             alpha = torch.where(active, rr / bend, 0.0)
             r.addcmul_(product, alpha, value=-1)
             x.addcmul_(p, alpha)
-            before, rr = rr, r @ r
+            before, rr = rr, dot(r, r)
             beta = torch.where(active, rr / before, 0.0)
             p = torch.addcmul(r, p, beta)
             # A residual is orthogonal to the one before and to the last direction. So p·p and the quotient above

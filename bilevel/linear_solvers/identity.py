@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from bilevel.linear_solvers.base import (
     not_finite,
     ratio,
 )
+from bilevel.parallel import all_finite
 
 
 @final
@@ -44,6 +45,8 @@ class Identity(LinearSolver):
         hyperparameters.
     """
 
+    divides: ClassVar[bool] = True
+
     scale: float = 1.0
 
     def __post_init__(self) -> None:
@@ -55,7 +58,7 @@ class Identity(LinearSolver):
         r"""Multiply by :math:`\alpha`, without a product; a result that is not finite raises."""
         check_system(matvec, v, x0)
         solution = self.scale * v.detach()
-        if not bool(solution.isfinite().all()):
+        if not all_finite(solution):
             raise LinearSolverError("Identity: v is not finite: look for NaN or overflow in the outer loss.")
         return solution
 

@@ -26,7 +26,9 @@ from bilevel.linear_solvers.base import (
     not_finite,
     ratio,
 )
+from bilevel.parallel import dot, flat_like, is_sharded, local
 
+# Vectors may be divided among processes; what decides are scalars, which all processes have alike.
 ASYMMETRIC = (
     "the matrix is not symmetric, or matvec is not deterministic (dropout?); Exact takes any nonsingular matrix."
 )
@@ -71,6 +73,7 @@ class Iterative(LinearSolver):
     damping: float = 0.0
 
     advice: ClassVar[str]
+    divides: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Check the settings."""
@@ -118,7 +121,7 @@ class Iterative(LinearSolver):
                 )
             return steps
 
-        return Attempt(x, residual, v.new_zeros(0), compare)
+        return Attempt(x, residual, local(v).new_zeros(0), compare)
 
     def _judge(self, operator: Operator, v: Tensor, x0: Tensor | None, facts: list[float]) -> int:
         """Say how a fixed number of steps went."""
@@ -184,10 +187,11 @@ def probe(b: Tensor) -> Tensor:
     """
     index = torch.arange(1, len(b) + 1, device=b.device)
     vector = (index * index * 2654435761 % 2**32).to(b.dtype) / 2**31 - 1
+    vector = flat_like(vector, b) if is_sharded(b) else vector
     return vector / norm(vector)
 
 
 def _is_asymmetric(operator: Operator, v: Tensor) -> bool:
     p, q = v / norm(v), probe(v)
     first, second = operator(p), operator(q)
-    return bool((p @ second - q @ first).abs() > operator.eps**0.5 * (norm(first) + norm(second)))
+    return bool((dot(p, second) - dot(q, first)).abs() > operator.eps**0.5 * (norm(first) + norm(second)))

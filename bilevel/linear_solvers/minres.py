@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from bilevel.linear_solvers.base import Operator, norm
 from bilevel.linear_solvers.iterative import Iterative, Run
+from bilevel.parallel import dot
 
 
 @final
@@ -56,7 +57,7 @@ class MINRES(Iterative):
             if self.rtol > 0 and bool(~active | (remaining <= target)):
                 break
             u = operator(q) - beta * older
-            alpha = q @ u
+            alpha = dot(q, u)
             u = u - alpha * q
             beta, beta_before = norm(u), beta
             largest = torch.maximum(largest, alpha.abs() + beta + beta_before)

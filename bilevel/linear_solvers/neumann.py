@@ -11,6 +11,7 @@ from typing_extensions import override
 
 from bilevel.linear_solvers.base import Operator, check_number, norm
 from bilevel.linear_solvers.iterative import Iterative, Run, probe
+from bilevel.parallel import dot, length
 
 POWER_STEPS = 10
 SAFETY = 1.1
@@ -69,7 +70,7 @@ class Neumann(Iterative):
                 # The sum of the residuals so far bounds |x| / scale, and so the rounding error of x.
                 rounding = torch.add(rounding, size, alpha=100 * operator.eps)
                 # Residuals are at most of length one until the series diverges: no need of the safe norm.
-                before, size = size, torch.linalg.vector_norm(r)
+                before, size = size, length(r)
                 # For symmetric matrices these quotients never fall: one above 1 is proof of divergence.
                 grows = active & (size > torch.maximum(before * (1 + operator.eps**0.5), rounding))
                 value = torch.where(grows, size / before, value)
@@ -97,9 +98,9 @@ def _estimate(operator: Operator, b: Tensor) -> Tensor:
     """The inverse of the largest eigenvalue, a little less to be safe."""
     q = probe(b)
     # The sign keeps the sum from vanishing.
-    q = q + torch.where(q @ b < 0, -1.0, 1.0) * b
-    length = norm(q)
+    q = q + torch.where(dot(q, b) < 0, -1.0, 1.0) * b
+    size = norm(q)
     for _ in range(POWER_STEPS + 1):
-        q = operator(q / torch.where(length == 0, 1.0, length))
-        length = norm(q)
-    return 1 / (SAFETY * length)
+        q = operator(q / torch.where(size == 0, 1.0, size))
+        size = norm(q)
+    return 1 / (SAFETY * size)

@@ -197,7 +197,7 @@ class Keeper:
                 return
             except Exception as error:
                 self._failed(error)
-                if run is not None and again:
+                if run is not None and again and run.solver.shards is None:  # else it takes all processes
                     self.save(run)
 
     def end(self, content: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from bilevel.history import History
 from bilevel.loop.feed import Feed, get_global, set_global
 from bilevel.loop.signal import Signal
 from bilevel.loop.solution import Best, Round, Solution
+from bilevel.parallel import divided, whole
 from bilevel.solver import DivergenceError, OuterStep, Solver
 from bilevel.solver.state import live, streams
 
@@ -119,6 +120,8 @@ class Run:
         """  # noqa: DOC502
         self.solver.check()
         best = None if self.best is None else {n: v for n, v in vars(self.best).items() if n != "state_dict"}
+        if best is not None and self.solver.shards is not None:
+            best["params"] = {name: whole(value).cpu() for name, value in best["params"].items()}
         return {
             **self.of_processes(),
             "solver": live(self.solver),
@@ -152,6 +155,8 @@ class Run:
     @property
     def can_save(self) -> bool:
         """Whether the state can be saved now, also if other processes are somewhere else."""
+        if self.solver.shards is not None:  # which takes all processes
+            return False
         return self.whole and (self.solver.group is None or (self.others is not None and self.others[0] == self.rounds))
 
     def _feeds(self) -> dict[str, Any]:
@@ -172,6 +177,8 @@ class Run:
         if state["best"] is not None:
             best = self.solver.to_device(state["best"])
             self.best_buffers = best.pop("buffers")
+            if self.solver.shards is not None:
+                best["params"] = {n: divided(v, self.solver.problem.params[n]) for n, v in best["params"].items()}
             self.best = Best(**best, state_dict=self.solver.problem.state_dict(best["params"], self.best_buffers))
         self.stale, self.rounds = state["stale"], state["rounds"]
         self.started = time.perf_counter() - state["seconds"]

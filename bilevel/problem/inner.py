@@ -7,8 +7,11 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
+
+from bilevel.parallel import is_sharded, whole
 
 
 def trainable(inner: Any) -> dict[str, Tensor]:
@@ -33,7 +36,7 @@ def trainable(inner: Any) -> dict[str, Tensor]:
         trainable: dict[str, Tensor] = {name: value for name, value in named.items() if value.requires_grad}
         if not trainable:
             raise ValueError("inner has no trainable parameter: none of them has requires_grad=True.")
-        _check_whole(trainable)
+        _check_shards(trainable)
         return trainable
     if not isinstance(inner, Mapping):
         raise TypeError(f"inner must be an nn.Module or a mapping from names to tensors, got {type(inner).__name__}.")
@@ -46,24 +49,35 @@ def trainable(inner: Any) -> dict[str, Tensor]:
     if count > 1:
         twins = [key for key, value in inner.items() if id(value) == name]
         raise ValueError(f"inner: {' and '.join(map(repr, twins))} are the same tensor; give it one name.")
-    _check_whole(inner)
+    _check_shards(inner)
     return dict(inner)
 
 
-def _check_whole(weights: Mapping[str, Tensor]) -> None:
-    sharding = sys.modules.get("torch.distributed.tensor")  # if it was not imported, there is no such tensor
+def _check_shards(weights: Mapping[str, Tensor]) -> None:
+    sharded = [name for name, value in weights.items() if is_sharded(value)]
+    if not sharded:
+        return
+    if len(sharded) < len(weights):
+        (plain, *_) = sorted(weights.keys() - set(sharded))
+        raise ValueError(
+            f"inner: {sharded[0]!r} is a DTensor, of which each process holds a part, and {plain!r} is not: "
+            "call bilevel.parallel.shard(net), which divides all that is trained."
+        )
     for name, value in weights.items():
-        if sharding is not None and isinstance(value, sharding.DTensor):
+        mesh: Any = value.device_mesh  # type: ignore[attr-defined]
+        if mesh.ndim != 1 or mesh.size() != torch.distributed.get_world_size():
             raise ValueError(
-                f"inner: {name!r} is a DTensor, of which each process holds a part (fully_shard, tensor parallelism); "
-                "bilevel cannot differentiate such networks twice. Give the whole network to every process: under "
-                "torchrun they share the batches."
+                f"inner: {name!r} is divided over a mesh of shape {tuple(mesh.shape)}: use one of all "
+                f"{torch.distributed.get_world_size()} processes, in one dimension, as bilevel.parallel.shard does."
             )
+        if any(placement.is_partial() for placement in value.placements):  # type: ignore[attr-defined]
+            raise ValueError(f"inner: {name!r} holds sums that are not added up yet: redistribute it first.")
 
 
 def _check_wrappers(module: nn.Module) -> None:
     # torch._dynamo takes a second to import; if it has not been, nothing is compiled.
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    fsdp = sys.modules.get("torch.distributed.fsdp")
     for name, part in module.named_modules():
         where = f"inner.{name}" if name else "inner"
         if isinstance(part, nn.DataParallel | nn.parallel.DistributedDataParallel):
@@ -72,6 +86,14 @@ def _check_wrappers(module: nn.Module) -> None:
                 "module inside, net.module. Under torchrun, bilevel itself gives each process its share of the batches "
                 "and averages what they find."
             )
+        if fsdp is not None and isinstance(part, fsdp.FSDPModule):
+            raise ValueError(
+                f"{where} went through fully_shard, whose hooks put its own weights in the place of those that bilevel "
+                "hands to the network, and cannot be differentiated twice: leave it out, and call "
+                "bilevel.parallel.shard(net) to divide the weights among the processes."
+            )
+        if any(is_sharded(value) and not value.requires_grad for value in part.parameters(recurse=False)):
+            raise ValueError(f"{where} has a frozen parameter that is a DTensor: keep what is not trained whole.")
         if dynamo is not None and isinstance(part, dynamo.OptimizedModule):
             raise ValueError(
                 f"{where} was compiled by torch.compile, whose result cannot be differentiated twice: pass the "
@@ -114,5 +136,5 @@ def check_kind(argument: str, params: Mapping[str, Tensor]) -> None:
             raise ValueError(
                 f"{argument}: {name!r} is on the meta device, without values; use .to_empty(device=...) first."
             )
-        if not bool(value.isfinite().all()):
+        if not bool(whole(value).isfinite().all()):
             raise ValueError(f"{argument}: {name!r} has NaN or infinite values before training; initialise it anew.")

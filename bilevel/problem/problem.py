@@ -14,6 +14,7 @@ from typing_extensions import override
 from bilevel.batches import count_examples, describe
 from bilevel.dropouts import Dropouts
 from bilevel.hyper import Hyper, Named, Space, suggest
+from bilevel.parallel import is_sharded
 from bilevel.precision import users_precision
 from bilevel.problem.advice import advice
 from bilevel.problem.decays import Decays
@@ -109,6 +110,8 @@ class Problem:
         self.outer_mode = outer_mode
         self._train_mode = {"inner_loss": True, "outer_loss": outer_mode == "train"}
         check_kind("inner", self.params)
+        if initial is not None and self.sharded:
+            raise ValueError("initial: weights that are divided among processes start as they are given; leave it out.")
         self._initial = self.user_initial = initial
         with torch.no_grad():
             check_kind("initial", self.start(self.initial_hyper()))  # raises before any work if a value does not fit
@@ -128,6 +131,11 @@ class Problem:
     def device(self) -> torch.device:
         """Of the weights."""
         return next(iter(self.params.values())).device
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each process holds a part of the weights only, as ``DTensor``."""
+        return is_sharded(next(iter(self.params.values())))
 
     @property
     def buffers(self) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bilevel.parallel import Group
+from bilevel.parallel import Group, Shards, whole
 from bilevel.problem.model import Model
 from bilevel.problem.problem import Problem
 
@@ -19,10 +19,13 @@ class Variables(nn.Module):
 
     Attributes:
         group: The processes that train them together, or None.
+        shards: If each process keeps a part of the weights only, these parts; the weights are then whole only inside
+            its ``gathered``.
         changed: With several processes, the buffers that the network has changed so far.
     """
 
     group: Group | None = None
+    shards: Shards | None = None
     changed: frozenset[str] = frozenset()
     _moving: tuple[str, ...] | None = None
 
@@ -31,7 +34,7 @@ class Variables(nn.Module):
         super().__init__()
         self.problem = problem
         start = problem.start(problem.initial_hyper())
-        self.weights = nn.ParameterList([nn.Parameter(p.detach().clone()) for p in start.values()])
+        self.weights = nn.ParameterList([nn.Parameter(whole(p.detach()).clone()) for p in start.values()])
         self.buffer_names = list(problem.buffers)
         for index, buffer in enumerate(problem.buffers.values()):
             self.register_buffer(str(index), buffer.detach().clone())

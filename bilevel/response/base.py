@@ -196,6 +196,13 @@ class BestResponse(nn.Module, ABC):
             clip: Largest norm of the inner gradient, or None.
         """
 
+    def divide(self, like: Tensor) -> None:
+        """Called once if each process keeps a part of the parameters, for methods with buffers of the same size.
+
+        Args:
+            like: A weight of which each process has a part.
+        """
+
     def commit(self) -> None:
         """Called after every successful outer step, for methods that carry something on to the next one."""
 

@@ -89,7 +89,7 @@ class HypernetworkResponse(BestResponse):
         default = "dense" if problem.module is None else settings.by_rows
         structure = default if settings.structure is None else settings.structure
         kinds = choose(structure, list(problem.params), settings.by_rows)
-        self.theta = make(problem.params, kinds, hyper.numel(), max_gigabytes=settings.max_gigabytes)
+        self.theta = make(self.inner.params(), kinds, hyper.numel(), max_gigabytes=settings.max_gigabytes)
         self.per_example = _per_example(problem, kinds, settings.perturb)
         self._must_count = settings.perturb == "example"
         self._may_share = settings.perturb is None

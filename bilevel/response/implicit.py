@@ -24,7 +24,7 @@ from typing_extensions import override
 from bilevel.checks import check_continuous, check_dependence, check_outputs, check_smooth, isolated, repeatable
 from bilevel.linear_solvers import CG, LinearSolver, LinearSolverError
 from bilevel.linear_solvers.base import Matvec
-from bilevel.parallel import count, plain
+from bilevel.parallel import added, count, flat_like, is_sharded, plain, whole
 from bilevel.precision import has_half_precision, own_precision
 from bilevel.problem import Loss, Model, Problem
 from bilevel.response.base import BestResponse, Doubt, Method
@@ -104,6 +104,21 @@ class ImplicitResponse(BestResponse):
         self._compiled: CompiledCurvature | None = None
 
     @override
+    def divide(self, like: Tensor) -> None:
+        """Keep a part of the vectors of the solver, too.
+
+        Raises:
+            ValueError: If the solver needs whole ones.
+        """
+        if not self.settings.linear_solver.divides:
+            raise ValueError(
+                f"Implicit: {type(self.settings.linear_solver).__name__} needs whole vectors, and the weights are "
+                "divided among processes: use CG, MINRES, Neumann or Identity."
+            )
+        self.guess = flat_like(self.guess, like)
+        self._solution = self.guess
+
+    @override
     def connect(self, optimizer: Optimizer, clip: float | None) -> None:
         """Compile the products if ``compiles`` is set; the optimizer is not used."""
         if self.compiles:
@@ -140,7 +155,7 @@ class ImplicitResponse(BestResponse):
             curvature, share = self._curvature(hyper, plain(train_batch)), self._share(train_batch)
             right = -curvature.cross_jvp(tangent)
             solution = self.settings.linear_solver(self._added(curvature, share), self._add(right, share))
-        return dict(zip(self.inner.params(), unflatten(solution, curvature.weights), strict=True))
+        return dict(zip(self.inner.params(), unflatten(whole(solution), curvature.weights), strict=True))
 
     @override
     def commit(self) -> None:
@@ -161,7 +176,7 @@ class ImplicitResponse(BestResponse):
         """
         curvature, share = self._products(hyper, plain(train_batch)), self._share(train_batch)
         guess = self.guess if self.settings.warm_start else None
-        right = cotangent if self.inner.group is None else self.inner.group.add([cotangent])[0]
+        right = self._sum(cotangent)
         found = self.settings.linear_solver.attempt(self._added(curvature, share), right, guess)
         self._solution = found.solution
 
@@ -178,7 +193,7 @@ class ImplicitResponse(BestResponse):
             settle(found.facts.tolist())
         else:
             self.doubts.append(Doubt(found.facts, settle))
-        part = -curvature.cross_vjp(found.solution)
+        part = -curvature.cross_vjp(whole(found.solution))
         return part if share is None else torch.where(share == 0, 0.0, share.to(part) * part)
 
     def _share(self, batch: Any) -> Tensor | None:
@@ -188,12 +203,20 @@ class ImplicitResponse(BestResponse):
 
     def _added(self, curvature: Curvature | Products, share: Tensor | None) -> Matvec:
         """Products with the curvature of all processes: one all-reduce each, of the size of the weights."""
-        return curvature.product if share is None else lambda vector: self._add(curvature.product(vector), share)
+        return curvature.product if share is None else lambda vector: self._add(curvature.product(whole(vector)), share)
 
     def _add(self, vector: Tensor, share: Tensor | None) -> Tensor:
         if self.inner.group is None or share is None:
             return vector
-        return self.inner.group.add([share.to(vector) * vector], share)[0]
+        return self._sum(torch.where(share == 0, 0.0, share.to(vector) * vector))
+
+    def _sum(self, vector: Tensor) -> Tensor:
+        """Over all processes; of which each gets a part, if it keeps no more of the weights."""
+        if self.inner.group is None:
+            return vector
+        if is_sharded(self.guess):
+            return added(vector, self.guess)
+        return self.inner.group.add([vector])[0]
 
     def _products(self, hyper: Tensor, batch: Any) -> Curvature | Products:
         """The curvature that a solve uses."""

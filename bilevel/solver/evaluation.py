@@ -14,6 +14,7 @@ from bilevel.arguments import check_loader
 from bilevel.parallel import Group, Nothing, share
 from bilevel.precision import own_precision
 from bilevel.solver.finite import DivergenceError, NotFiniteWarning
+from bilevel.solver.state import params
 from bilevel.solver.together import order
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def mean_outer_loss(solver: Solver, loader: Iterable[Any] | None, *, leave_out: 
     """  # noqa: DOC502
     check_loader("loader", loader)
     problem = solver.problem
-    model = solver.response.inner.model(solver.params)
+    model = solver.response.inner.model(params(solver))
     losses, sizes, group = [], [], solver.group
     if group is not None:
         loader = share(loader, group, order(solver.seed, problem.device, solver.inner_steps, solver.outer_steps))

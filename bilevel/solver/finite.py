@@ -136,7 +136,11 @@ class FiniteCheck:
         Returns:
             Finite if they are; a sum that overflows is not, where it is read at once.
         """
-        return finite_number(tensors, self._first_bad, at_once=self.at_once)
+        found = finite_number(tensors, self._first_bad, at_once=self.at_once)
+        inner = self._response.inner
+        if inner.group is None or inner.shards is None:
+            return found
+        return inner.group.add([found])[0]  # each process looks at its parts only
 
     def inner(self, step: int, values: list[Tensor], norms: Tensor, state: Tensor) -> None:
         """Judge an inner step, or note on the device that it was bad.

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from bilevel.compilation import OfModule, gains
 from bilevel.interrupts import safe_point
 from bilevel.linear_solvers import LinearSolverError
-from bilevel.parallel import Group, Nothing, count, plain
+from bilevel.parallel import Group, Nothing, Shards, added, count, plain
 from bilevel.problem import Loss, Model, Problem
 from bilevel.response import BestResponse
 from bilevel.rng import Repeated, Stream
@@ -41,8 +41,8 @@ class Differentiation:
         self._response = response
         self._problem: Problem = response.problem
         self._finite = finite
-        self._weights = optimization.params["weights"]
-        self._rest = optimization.params.get("response", [])
+        self._weights = optimization.whole["weights"]
+        self._rest = optimization.whole.get("response", [])
         self._scale = optimization.params.get("scale", [])
         self._users = [param for param in self._problem.params.values() if param.requires_grad]
         self._share: Tensor | None = None  # of this process in the examples of an outer step, if there are several
@@ -95,7 +95,13 @@ class Differentiation:
     def _of_all_processes(
         self, group: Group, hyper: Tensor, batches: list[Any]
     ) -> tuple[Loss, list[Tensor], Gradients]:
-        """The averages over the batches of all processes: an all-reduce for the weights, one for the response."""
+        """The averages over the batches of all processes: an all-reduce for the weights, one for the response.
+
+        If each process keeps a part of them, a reduce-scatter for each instead.
+
+        Returns:
+            As :meth:`of_inner_losses`.
+        """
         loss, values, gradients = self._of_batches(hyper, batches)
         inner, (_, weight) = self._response.inner, self._counts(batches)
         buffers = [inner.buffer_values()[name] for name in inner.moving(group)]
@@ -103,15 +109,32 @@ class Differentiation:
         values = [values[0], sum(values[1:], start=torch.zeros_like(values[0]))]
         others = [*values, *buffers]
         weights: list[Tensor] = [*self._weights]
-        found, _ = group.mean([*gradients["weights"], *others], [*weights, *others], weight)
-        means = {"weights": found[: len(weights)]}
-        if "response" in gradients:
-            means["response"], _ = group.mean(gradients["response"], self._rest, weight)
-        rest = [part for part in found[len(weights) :] if part is not None]
+        if inner.shards is not None:
+            means, rest = self._of_shards(group, inner.shards, gradients, others, weight)
+        else:
+            found, _ = group.mean([*gradients["weights"], *others], [*weights, *others], weight)
+            means = {"weights": found[: len(weights)]}
+            if "response" in gradients:
+                means["response"], _ = group.mean(gradients["response"], self._rest, weight)
+            rest = [part for part in found[len(weights) :] if part is not None]
         with torch.no_grad():
             for buffer, value in zip(buffers, rest[len(values) :], strict=True):
                 buffer.copy_(value)
         return Loss(rest[0], loss.aux), rest[: len(values)], means
+
+    def _of_shards(
+        self, group: Group, shards: Shards, gradients: Gradients, others: list[Tensor], weight: float
+    ) -> tuple[Gradients, list[Tensor]]:
+        """The averages of gradients, of which each process gets its parts, and of some numbers."""
+        own = [gradient for found in gradients.values() for gradient in found]
+        params = [param for name in gradients for param in (self._weights if name == "weights" else self._rest)]
+        parts, flags = group.filled(own, params)
+        *rest, seen, share = group.weighted([*others, flags], weight)
+        if not weight:  # whatever they hold
+            parts = [torch.zeros_like(gradient) for gradient in parts]
+        sums = [added(g * share.to(g), shards.of(param)) for g, param in zip(parts, params, strict=True)]
+        means = iter(group.emptied(own, sums, seen))
+        return {name: [next(means) for _ in found] for name, found in gradients.items()}, rest
 
     def of_inner_loss(self, hyper: Tensor, batch: Any) -> tuple[Loss, list[Tensor], Gradients]:
         """Differentiate the terms that the response minimises.

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, final
 from torch import Tensor
 
 from bilevel.arguments import check_integer
+from bilevel.parallel import local
 from bilevel.response import BestResponse
 from bilevel.solver.finite import DivergenceError, FiniteCheck, NotFinite, NotFiniteWarning, all_finite
 from bilevel.solver.undo import Snapshot, View
@@ -59,7 +60,7 @@ class Guard:
         at_once = solver.vector.device.type == "cpu" or policy != "raise"
         self.finite = FiniteCheck(solver.response, solver.vector.detach(), self.round, self.site, at_once=at_once)
         self._due = True
-        self._between = SELDOM if sum(tensor.numel() for tensor in self.step.changed()) > LARGE else 1
+        self._between = SELDOM if self._numbers() > LARGE else 1
         self._since = self._between
 
     def state_dict(self) -> dict[str, Any]:
@@ -189,7 +190,17 @@ class Guard:
 
     def is_finite(self) -> bool:
         """Whether the whole state is; waits for the device."""
-        return all_finite(self.step.look().tensors)
+        return self._all_finite(self.step.look().tensors)
+
+    def _all_finite(self, tensors: Sequence[Tensor]) -> bool:
+        """The same answer in all processes, also where each has a part of the tensors only."""
+        found, group = all_finite(tensors), self._solver.group
+        return found if group is None or self._solver.shards is None else not group.highest(not found)[0]
+
+    def _numbers(self) -> int:
+        """How many numbers a copy of the state has, in all processes that share it together."""
+        params = [param for params in self._solver.optimization.params.values() for param in params]
+        return sum(tensor.numel() for tensor in [*params, *self._solver.response.buffers()])
 
     def site(self) -> str | None:
         """The first part of the state that is not finite; waits for the device.
@@ -202,11 +213,11 @@ class Guard:
         named |= {f"buffer {n!r}": b for n, b in response.inner.buffer_values().items()}
         named |= {f"response.{n}": p for n, p in [*response.named_parameters(), *response.named_buffers()]}
         for name, tensor in named.items():
-            if not all_finite([tensor]):
+            if not self._all_finite([local(tensor)]):
                 return name
         for name in solver.optimizers:
             params = len(solver.optimization.params[name])
-            if not all_finite(Snapshot(solver, [name], whole=False).look().tensors[params:]):
+            if not self._all_finite(Snapshot(solver, [name], whole=False).look().tensors[params:]):
                 return f"what the optimizer of the {name} remembers"
         return None
 

@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.utils import _pytree as pytree
 
 from bilevel.arguments import Parameters, check_clip, make_optimizer, make_scheduler
+from bilevel.parallel import divided, is_sharded, whole
 from bilevel.response import BestResponse
 from bilevel.structure import Dense, Rowwise
 
@@ -31,7 +33,8 @@ class Optimization:
     """The parameters of a run by group: ``weights``, ``response``, ``hyper``, ``scale``, as far as there are any.
 
     Attributes:
-        params: By group.
+        params: By group, as the optimizers have them: sharded, if each process keeps a part only.
+        whole: By group, as the response has them, in the same order.
         optimizers: By group.
         schedulers: By group.
     """
@@ -64,7 +67,13 @@ class Optimization:
             "inner": check_clip("inner_clip", inner_clip),
             "outer": check_clip("outer_clip", outer_clip),
         }
-        groups = _group(response, vector)
+        groups, shards = _group(response, vector), response.inner.shards
+        self.whole: Mapping[str, list[nn.Parameter]] = groups
+        if shards is not None:
+            groups = {
+                name: Parameters((own, shards.of(param)) for own, param in params.named_parameters())
+                for name, params in groups.items()
+            }
         self.params: Mapping[str, list[nn.Parameter]] = groups
         self.optimizers: dict[str, Optimizer] = {}
         self.schedulers: dict[str, LRScheduler] = {}
@@ -102,7 +111,7 @@ class Optimization:
             present = [gradient for gradient in values if gradient is not None]
             if any(gradient.dtype in HALF for gradient in present):  # whose squares overflow early
                 present = [gradient.float() for gradient in present]
-            norm = torch.nn.utils.get_total_norm(present).to(self.params["hyper"][0])
+            norm = whole(torch.nn.utils.get_total_norm(present)).to(self.params["hyper"][0])
             shrink = None if limit is None else (limit / (norm + 1e-6)).clamp(max=1.0)
             seen: set[int] = set()
             for param, gradient in zip(self.params[name], values, strict=True):
@@ -111,7 +120,7 @@ class Optimization:
                 elif shrink is not None:
                     param.grad = gradient * shrink.to(gradient.dtype)
                 else:
-                    own = gradient.data_ptr() not in seen and 0 not in gradient.stride()
+                    own = is_sharded(gradient) or (gradient.data_ptr() not in seen and 0 not in gradient.stride())
                     param.grad = gradient if own else gradient.clone()
                     seen.add(gradient.data_ptr())
             norms.append(norm)
@@ -159,17 +168,17 @@ class Optimization:
         """What the optimizers and schedulers remember.
 
         Returns:
-            Live tensors, not copies.
+            Live tensors, not copies; where each process keeps a part, whole ones on the host.
         """
         return {
-            "optimizers": {name: optimizer.state_dict() for name, optimizer in self.optimizers.items()},
+            "optimizers": {name: _whole(optimizer.state_dict()) for name, optimizer in self.optimizers.items()},
             "schedulers": {name: scheduler.state_dict() for name, scheduler in self.schedulers.items()},
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""
         for name, optimizer in self.optimizers.items():
-            optimizer.load_state_dict(state["optimizers"][name])
+            optimizer.load_state_dict(_parts(state["optimizers"][name], optimizer))
         for name, scheduler in self.schedulers.items():
             scheduler.load_state_dict(state["schedulers"][name])
 
@@ -183,6 +192,26 @@ def _group(response: BestResponse, vector: nn.Parameter) -> dict[str, Parameters
     groups["scale"] = scale
     names = _names(response) | {id(vector): "hyper"}
     return {group: Parameters((names[id(p)], p) for p in params) for group, params in groups.items() if params}
+
+
+def _whole(state: dict[str, Any]) -> dict[str, Any]:
+    """The state of an optimizer without parts of tensors."""
+    found: dict[str, Any] = pytree.tree_map_only(Tensor, lambda t: whole(t).cpu() if is_sharded(t) else t, state)
+    return found
+
+
+def _parts(state: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
+    """The same the other way round: what has the shape of a sharded parameter is divided as it is."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if not any(is_sharded(param) for param in params):
+        return state
+
+    def own(param: nn.Parameter, value: Any) -> Any:
+        fits = isinstance(value, Tensor) and is_sharded(param) and value.shape == param.shape and value.ndim > 0
+        return divided(value.to(param.device), param) if fits else value
+
+    memory = {at: {key: own(params[at], value) for key, value in kept.items()} for at, kept in state["state"].items()}
+    return state | {"state": memory}
 
 
 def _names(response: BestResponse) -> dict[int, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,7 @@ from bilevel.batches import to_device
 from bilevel.hyper import Named
 from bilevel.interrupts import Waiting
 from bilevel.linear_solvers import LinearSolverError, NotFiniteSystemError
-from bilevel.parallel import join, share
-from bilevel.precision import own_precision
+from bilevel.parallel import divided, join, share
 from bilevel.problem import Problem
 from bilevel.response import BestResponse, Method, get_method
 from bilevel.solver import files, steps, together
@@ -29,6 +29,7 @@ from bilevel.solver.finite import NotFinite
 from bilevel.solver.first_look import FirstLook
 from bilevel.solver.gradients import Differentiation
 from bilevel.solver.guard import Guard
+from bilevel.solver.memory import keep_freed_memory
 from bilevel.solver.optimization import Optimization, OptimizerFactory, SchedulerFactory
 from bilevel.solver.steps import OuterStep
 
@@ -63,6 +64,7 @@ class Solver:
         first_look: The checks of new kinds of batches.
         streams: The random streams of the data, of the losses and of evaluations.
         group: The processes that solve the problem together, or None if there is one only.
+        shards: The parts that this process keeps of weights and response, or None if it has all of them.
         seed: Of these streams.
         inner_steps: How many inner steps have been made.
         outer_steps: How many outer steps have been made.
@@ -123,14 +125,13 @@ class Solver:
         if not isinstance(problem, Problem):
             raise TypeError(f"problem must be a bilevel.Problem, got {type(problem).__name__}.")
         check_flag("distributed", distributed)
-        self.problem = problem
+        self.problem, self.seed = problem, seed
         self.method = get_method(method)
         check_integer("seed", seed, 0)
         check_flag("compile", compile)
         self.group = join(problem.device) if distributed else None
         if self.group is not None and compile:
             raise ValueError("compile=True is for one process: leave it out, or pass distributed=False.")
-        self.seed = seed
         self.streams = together.streams(seed, problem.device, self.group)
         with self.streams["loss"]():
             self.response = self.method.bind(problem)
@@ -148,6 +149,7 @@ class Solver:
         self.response.inner.group = self.group
         if self.group is not None:
             together.start(self, self.group, seed)
+        self.shards = self.response.inner.shards = together.divide(self)
         self.optimization = Optimization(
             self.response,
             self.vector,
@@ -161,18 +163,14 @@ class Solver:
         )
         self.response.compiles = compile
         self.response.connect(self.optimizers["weights"], self.optimization.clip["inner"])
-        self.inner_steps = 0
-        self.outer_steps = 0
+        self.inner_steps = self.outer_steps = 0
         self.inner_aux: Any = None
         self.first_look = FirstLook(self.response)
         self.guard = Guard(self, on_nan, max_bad_steps)
         self._finite = self.guard.finite
         self._differentiation = Differentiation(self.response, self.optimization, self._finite, compile=compile)
         self.fingerprint = fingerprint(self, seed, compile=compile)
-        if problem.device.type == "cpu":
-            # glibc keeps freed memory up to twice the largest block freed so far, of at most 32 MB; what is beyond it
-            # gives back to the system, and a step spends its time on page faults. So one large block is freed here.
-            torch.empty(31 << 20, dtype=torch.uint8, device="cpu")
+        keep_freed_memory(problem.device)
 
     @property
     def optimizers(self) -> dict[str, Optimizer]:
@@ -191,9 +189,13 @@ class Solver:
 
     @property
     def params(self) -> dict[str, Tensor]:
-        """A copy of the weights at the current hyperparameters."""
-        with torch.no_grad(), own_precision(self.problem.device):
-            return {name: value.clone() for name, value in self.response(self.vector.detach()).params.items()}
+        """A copy of the weights at the current hyperparameters; sharded, if those of the problem are."""
+        found, like = states.params(self), self.problem.params
+        return found if self.shards is None else {name: divided(value, like[name]) for name, value in found.items()}
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Have whole parameters of the response inside the block, where each process keeps a part; all enter it."""
+        return nullcontext() if self.shards is None else self.shards.gathered()
 
     @property
     def module_state_dict(self) -> dict[str, Any]:
@@ -212,7 +214,7 @@ class Solver:
             The inner loss before the step, on the device; the average if there are several batches. NaN for a step that
             was left out.
         """
-        with Waiting():
+        with Waiting(), self.gathered():
             try:
                 return steps.inner(self, batches or (None,))
             except NotFinite as bad:
@@ -233,7 +235,7 @@ class Solver:
         Raises:
             LinearSolverError: If the linear system of an implicit method cannot be solved.
         """
-        with Waiting():
+        with Waiting(), self.gathered():
             try:
                 return steps.outer(self, train_batch, valid_batch)
             except NotFinite as bad:
@@ -298,7 +300,7 @@ class Solver:
         Raises:
             DivergenceError: If it is not, and ``on_nan`` is ``"raise"``; the solver is then in its last good state.
         """  # noqa: DOC502
-        with Waiting():
+        with Waiting(), self.gathered():
             try:
                 self._finite.pending(self.inner_steps, self._finite.number(self.guard.step.look().tensors))
                 self.guard.checked()

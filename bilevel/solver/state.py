@@ -6,10 +6,13 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from bilevel.arguments import check_integer
 from bilevel.checkpoint import check_layout
 from bilevel.interrupts import Waiting
+from bilevel.parallel import divided, is_sharded, whole
+from bilevel.precision import own_precision
 from bilevel.solver import together
 
 if TYPE_CHECKING:
@@ -29,18 +32,37 @@ def live(solver: Solver) -> dict[str, Any]:
     """The state of a solver, to be written before the next step.
 
     Returns:
-        As :func:`save`, but with the live tensors.
+        As :func:`save`, but with the live tensors. Where each process keeps a part only, all of them have to call it,
+        and each puts the whole state together on the host.
     """
+    with solver.gathered():
+        return _live(solver)
+
+
+def _live(solver: Solver) -> dict[str, Any]:
+    response = dict(solver.response.state_dict())
+    if solver.shards is not None:
+        response = {name: whole(value).cpu().clone() for name, value in response.items()}
     return {
         "method": repr(solver.method),
         "hyper": {name: [h.low, h.high, h.discrete] for name, h in solver.problem.space.hyper.items()},
         "vector": solver.vector.detach(),
-        "response": dict(solver.response.state_dict()),
+        "response": response,
         **solver.optimization.state_dict(),
         "streams": streams(solver),
         "inner_steps": solver.inner_steps,
         "outer_steps": solver.outer_steps,
     }
+
+
+def params(solver: Solver) -> dict[str, Tensor]:
+    """A copy of the weights at the current hyperparameters, whole also where each process keeps a part.
+
+    Returns:
+        By name.
+    """
+    with solver.gathered(), torch.no_grad(), own_precision(solver.problem.device):
+        return {name: value.clone() for name, value in solver.response(solver.vector.detach()).params.items()}
 
 
 def streams(solver: Solver) -> dict[str, Any]:
@@ -86,7 +108,8 @@ def load(solver: Solver, state: dict[str, Any]) -> None:
         stream.load_state_dict(state["streams"][name])
     with torch.no_grad():
         solver.vector.copy_(state["vector"])
-    solver.response.load_state_dict(state["response"])
+    with solver.gathered():
+        _put(solver, state["response"])
     solver.optimization.load_state_dict(state)
     solver.inner_steps, solver.outer_steps = state["inner_steps"], state["outer_steps"]
 
@@ -107,7 +130,8 @@ def restore(solver: Solver, state: dict[str, Any]) -> None:
         except Exception as error:
             load(solver, own)
             raise ValueError(f"state does not fit this solver: {error}") from error
-        bad = solver.guard.site()
+        with solver.gathered():
+            bad = solver.guard.site()
         if bad is not None:
             load(solver, own)
             raise ValueError(f"state is not finite: {bad} is NaN or infinite; load an earlier one.")
@@ -116,15 +140,32 @@ def restore(solver: Solver, state: dict[str, Any]) -> None:
 
 def restart(solver: Solver) -> None:
     """What :meth:`Solver.restart` documents."""
+    with solver.gathered():
+        _restart(solver)
+    solver.optimization.restart_inner()
+    solver.guard.forget()  # a bad step would lead back to before the restart
+
+
+def _restart(solver: Solver) -> None:
     with solver.streams["loss"]():
         fresh = solver.method.bind(solver.problem).state_dict()
     kept = {name: value for name, value in solver.response.state_dict().items() if name.startswith("scale.")}
-    solver.response.load_state_dict(fresh | kept)
+    _put(solver, fresh | kept)
     start = solver.problem.start(solver.vector.detach())
     with torch.no_grad():
         for weight, value in zip(solver.response.inner.weights, start.values(), strict=True):
-            weight.copy_(value)
+            weight.copy_(whole(value))
     if solver.group is not None:
         solver.group.broadcast(together.state(solver))
-    solver.optimization.restart_inner()
-    solver.guard.forget()  # a bad step would lead back to before the restart
+    if solver.shards is not None:
+        solver.shards.keep()
+
+
+def _put(solver: Solver, state: dict[str, Any]) -> None:
+    """Load the state of a response, of which each process keeps its part, if it keeps no more."""
+    own = solver.response.state_dict()
+    parts = {name: value for name, value in own.items() if is_sharded(value) and name in state}
+    parts = {name: divided(state[name].to(value.device), value) for name, value in parts.items()}
+    solver.response.load_state_dict(state | parts)
+    if solver.shards is not None:
+        solver.shards.keep()

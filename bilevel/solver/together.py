@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from bilevel.checkpoint import CheckpointWarning
-from bilevel.parallel import Group
+from bilevel.parallel import Group, Shards, is_sharded
 from bilevel.parallel.group import checksum
 from bilevel.problem import Problem
 from bilevel.response.base import Doubt
@@ -85,7 +85,38 @@ def state(solver: Solver) -> list[Tensor]:
     Returns:
         Live ones: hyperparameters, then the parameters and buffers of the response.
     """
-    return [solver.vector, *solver.response.parameters(), *solver.response.buffers()]
+    buffers = [buffer for buffer in solver.response.buffers() if not is_sharded(buffer)]
+    return [solver.vector, *solver.response.parameters(), *buffers]
+
+
+def divide(solver: Solver) -> Shards | None:
+    """If each process holds a part of the weights only, let it keep a part of all that is trained.
+
+    Args:
+        solver: With whole parameters, the same in all processes.
+
+    Returns:
+        The parts, if there are any.
+
+    Raises:
+        ValueError: If the method needs whole weights.
+    """
+    problem, response = solver.problem, solver.response
+    if not problem.sharded:
+        return None
+    if solver.group is None:
+        raise ValueError("inner: weights that are divided among processes need distributed=True.")
+    if response.unrolled_steps:
+        raise ValueError(
+            "method: unrolled methods keep whole copies of the weights of every step, which is what weights that are "
+            "divided among processes are to avoid: use 'delta_stn' or 'implicit_cg', or give whole weights."
+        )
+    scale = [] if response.scale is None else list(response.scale.parameters())
+    first = list(response.inner.weights)
+    taken = {id(param) for param in first + scale}
+    rest = [param for param in response.parameters() if id(param) not in taken]
+    response.divide(next(iter(problem.params.values())))
+    return Shards([*first, *rest], [*problem.params.values()])
 
 
 def compare(solver: Solver, group: Group) -> None:
@@ -94,6 +125,8 @@ def compare(solver: Solver, group: Group) -> None:
     The answer is read from the device together with the numbers of the finite-checks.
     """
     trained = [solver.vector, *solver.response.parameters()]
+    if solver.shards is not None:  # the parts differ
+        trained = [solver.vector, *([] if solver.response.scale is None else solver.response.scale.parameters())]
     order = torch.full((), group.order, dtype=torch.int64, device=group.device)
     if solver.response.doubts is not None:
         solver.response.doubts.append(Doubt(group.differences(checksum(trained), order), _settle))

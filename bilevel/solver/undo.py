@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 import torch
 from torch import Tensor, nn
 
+from bilevel.parallel import Division, is_sharded, local
 from bilevel.problem import Variables
 
 if TYPE_CHECKING:
@@ -35,9 +36,10 @@ def buffers_kept(inner: Variables) -> Generator[None]:
 
 
 class _Place(NamedTuple):
-    """Stands for a tensor: its place among those of a view."""
+    """Stands for a tensor: its place among those of a view, and how it is divided, if it is sharded."""
 
     at: int
+    division: Division | None = None
 
 
 class View(NamedTuple):
@@ -78,6 +80,9 @@ class Snapshot:
         device = solver.vector.device
 
         def take(tensor: Tensor) -> Any:
+            if is_sharded(tensor):
+                tensors.append(local(tensor))
+                return _Place(len(tensors) - 1, Division.of(tensor))
             if tensor.device != device:  # such as the step counters of Adam, which stay on the host
                 return tensor.detach().clone()
             tensors.append(tensor.detach())
@@ -99,7 +104,7 @@ class Snapshot:
         Returns:
             Live tensors.
         """
-        params = [param.detach() for name in self._names for param in self._solver.optimization.params[name]]
+        params = [local(param.detach()) for name in self._names for param in self._solver.optimization.params[name]]
         return params + (self.buffers() if self._whole else [])
 
     def buffers(self) -> list[Tensor]:
@@ -108,7 +113,7 @@ class Snapshot:
         Returns:
             Live tensors.
         """
-        return [buffer.detach() for buffer in self._solver.response.buffers()]
+        return [local(buffer.detach()) for buffer in self._solver.response.buffers()]
 
     def keep(self, view: View, buffers: Sequence[Tensor] | None = None, flag: Tensor | None = None) -> None:
         """Copy a view.
@@ -174,7 +179,8 @@ class Snapshot:
     def _back(self, value: Any) -> Any:
         """Copies of what was kept, at the places of the tensors."""
         if isinstance(value, _Place):
-            return self._copies[value.at].clone()
+            own = self._copies[value.at].clone()
+            return own if value.division is None else value.division.rebuilt(own)
         if isinstance(value, Tensor):
             return value if isinstance(value, nn.Parameter) else value.clone()
         if type(value) in (list, tuple, dict):

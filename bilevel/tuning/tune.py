@@ -17,6 +17,7 @@ from bilevel.batches import to_device
 from bilevel.checks import repeatable
 from bilevel.hyper import suggest
 from bilevel.loop import Solution, TuningWarning, solve
+from bilevel.parallel import is_sharded
 from bilevel.problem import Model, Problem
 from bilevel.regularizers import CutMix, LabelSmoothing, Mixup, Regularizer, WeightDecay, regularized_loss
 from bilevel.response import Method, get_method
@@ -110,6 +111,11 @@ def tune(
     if not isinstance(net, nn.Module):
         raise TypeError(f"tune: net must be an nn.Module, got {type(net).__name__}.")
     _check_options(options)
+    if any(is_sharded(param) for param in net.parameters()):
+        raise ValueError(
+            "tune: the network is divided among processes, and tune calls it to find its dropout: state a "
+            "bilevel.Problem and call bilevel.solve."
+        )
     for name, loader in (("train_loader", train_loader), ("valid_loader", valid_loader)):
         if loader is None:
             raise TypeError(f"tune: {name} must be an iterable of batches, got None.")

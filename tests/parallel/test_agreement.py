@@ -67,7 +67,7 @@ def network(kind: str) -> nn.Module:
     ).double()
 
 
-def problem(kind: str, *, parts: int) -> bilevel.Problem:
+def problem(kind: str, *, parts: int, sharded: bool = False) -> bilevel.Problem:
     """A classifier with two hyperparameters; statistics of a batch are those of each of so many parts of it."""
 
     def data_loss(model: Any, batch: Any) -> Tensor:
@@ -87,7 +87,8 @@ def problem(kind: str, *, parts: int) -> bilevel.Problem:
         return data_loss(model, batch) + 0.1 * hyper["weight"]
 
     hyper = {"decay": bilevel.positive(1e-2), "weight": bilevel.positive(1.0, shared=kind == "mlp")}
-    return bilevel.Problem(network(kind), inner_loss=inner, outer_loss=outer, hyper=hyper)
+    net = bilevel.parallel.shard(network(kind)) if sharded else network(kind)
+    return bilevel.Problem(net, inner_loss=inner, outer_loss=outer, hyper=hyper)
 
 
 def fixed(scale: Scale, examples: int | None = None, common: Tensor | None = None) -> Tensor:
@@ -103,7 +104,7 @@ def data(count: int, seed: int) -> TensorDataset:
     return TensorDataset(x, (x[:, :3] + 0.5 * torch.randn(count, 3)).argmax(1))
 
 
-def answers(names: list[str], kind: str, parts: int = 1) -> dict[str, Any]:
+def answers(names: list[str], kind: str, parts: int = 1, sharded: bool = False) -> dict[str, Any]:
     """What a short run of each method finds."""
     found = {}
     for which in names:
@@ -115,7 +116,7 @@ def answers(names: list[str], kind: str, parts: int = 1) -> dict[str, Any]:
             warnings.simplefilter("ignore", bilevel.ConvergenceWarning)
             warnings.simplefilter("ignore", bilevel.TuningWarning)
             solution = bilevel.solve(
-                problem(kind, parts=parts),
+                problem(kind, parts=parts, sharded=sharded),
                 DataLoader(data(TRAIN, 3), BATCH // size()),
                 DataLoader(data(VALID, 4), BATCH // size()),
                 method=method,
@@ -132,7 +133,8 @@ def answers(names: list[str], kind: str, parts: int = 1) -> dict[str, Any]:
         # At rounding level, a linear solver may take one step more or less.
         names = [name for name in solution.history.rows[-1] if name not in ("seconds", "method.solver_steps")]
         rows = [{name: row.get(name, 0.0) for name in names} for row in solution.history.rows]
-        found[which] = {"hyper": dict(solution.hyper), "params": solution.params, "history": rows}
+        params = {name: bilevel.parallel.whole(value) for name, value in solution.params.items()}
+        found[which] = {"hyper": dict(solution.hyper), "params": params, "history": rows}
     return found
 
 

@@ -367,6 +367,41 @@ def test_evaluation_counts_each_example_once() -> None:
         assert found == pytest.approx(expected, rel=1e-12)
 
 
+def reads() -> list[int]:
+    """How often an outer step waits for the device, where it is not judged at once."""
+    found = []
+    for method in ("delta_stn", "implicit_identity"):
+        loader = DataLoader(numbers(8), 4)
+        solver = bilevel.Solver(mean_problem(), method=method)
+        solver.guard.finite.at_once = False
+        batches = [next(iter(solver.share(loader))) for _ in range(2)]
+        solver.inner_step(batches[0])
+        solver.outer_step(*batches)
+        seen: list[str] = []
+        real = {name: getattr(Tensor, name) for name in ("tolist", "item", "__bool__", "__float__", "__int__")}
+        with pytest.MonkeyPatch.context() as patch:
+            for name, function in real.items():
+                patch.setattr(Tensor, name, _noting(seen, name, function))
+            solver.outer_step(*batches)
+        found.append(len(seen))
+    return found
+
+
+def _noting(seen: list[str], name: str, function: Any) -> Any:
+    def noted(tensor: Tensor) -> Any:
+        seen.append(name)
+        return function(tensor)
+
+    return noted
+
+
+def test_the_checksum_is_read_with_the_finite_checks() -> None:
+    expected = reads()
+    assert min(expected) >= 1
+    for found in together(2, reads):
+        assert found == expected
+
+
 # Errors
 
 
