@@ -61,9 +61,6 @@ class Feed:
 
         Returns:
             Whatever the loader yields.
-
-        Raises:
-            Exception: What the loader raises.
         """
         given, batches = self._given, self._batches
         try:

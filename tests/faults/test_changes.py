@@ -163,6 +163,7 @@ CHANGES = {
     "batch size": ({}, {"train": data(0, batch_size=10)}),
     "batch size of the validation set": ({}, {"valid": data(1, batch_size=10, shuffle=False)}),
     "training data": ({}, {"train": data(2)}),
+    "training data, a later batch": ({"train": batches()}, {"train": [*batches()[:1], *batches(seed=2)[1:]]}),
     "one more batch of data": (
         {"train": data(0, shuffle=False)},
         {"train": data(0, examples=25, shuffle=False)},
