@@ -25,6 +25,8 @@ nitpicky = True
 # Types of other projects: linking to their pages would need the network.
 nitpick_ignore = [
     ("py:class", "bilevel.structure.respond.R"),  # a type variable
+    ("py:class", "bilevel.parallel.shards.Network"),
+    ("py:class", "bilevel.parallel.shards.Shards"),  # inside
     *(("py:exc", name) for name in ("NoExamples", "NoRule")),  # of bilevel.responding
     *(("py:class", name) for name in ("Term", "bilevel.layouts.layout.Layout")),
 ]
