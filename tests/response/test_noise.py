@@ -178,8 +178,8 @@ def test_the_noise_of_one_step_is_a_small_share_of_the_papers(method, perturb):
 RATE = torch.tensor([0.3, 0.31, 0.29, 0.3])
 
 
-def images():
-    return torch.rand(4, 3, 6, 6, generator=torch.Generator().manual_seed(0))
+def images(count=4):
+    return torch.rand(count, 3, 6, 6, generator=torch.Generator().manual_seed(0))
 
 
 TOKENS = torch.arange(8).reshape(4, 2)
@@ -188,6 +188,8 @@ HELPERS = {
     "dropout": lambda rate: bilevel.functional.dropout(torch.ones(4, 50), rate),
     "dropout of channels": lambda rate: bilevel.functional.dropout(images(), rate, shared_dims=(2, 3)),
     "embedding_dropout": lambda rate: bilevel.functional.embedding_dropout(TOKENS, torch.ones(4, 2, 3), rate, size=8),
+    "alpha_dropout": lambda rate: bilevel.functional.alpha_dropout(torch.ones(4, 50), rate),
+    "flip": lambda rate: bilevel.augment.flip(images(64), rate.repeat(16)),
     "drop_connect": lambda rate: bilevel.functional.drop_connect(torch.ones(9, 9), rate[0]),
     "gaussian_noise": lambda rate: bilevel.functional.gaussian_noise(torch.ones(4, 50), rate),
     "F.dropout": lambda rate: F.dropout(torch.ones(4, 50), 0.5) * rate[:, None],
@@ -205,6 +207,14 @@ HELPERS = {
         images(), {"translation": rate, "rotation": 30 * rate, "scale": rate, "shear": rate}
     ),
 }
+
+
+DRAW_NOTHING = {"cross_entropy", "l1", "l2", "mse_loss", "per_example", "temperature"}
+
+
+def test_every_helper_that_draws_is_tried():
+    made = {"apply", "images", "Images"}  # of the others
+    assert {*bilevel.functional.__all__, *bilevel.augment.__all__} - DRAW_NOTHING - made <= HELPERS.keys()
 
 
 @pytest.mark.parametrize("name", HELPERS)

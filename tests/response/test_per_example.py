@@ -145,6 +145,19 @@ def slow_terms(kind, response, hyper, batch):
     yield slow_term(response, weights, 0 * same, same, batch, uniform())
 
 
+def test_the_papers_algorithm_by_name_is_the_one_that_is_compared_here():
+    """``delta_stn`` of these tests: rows, no control, no pairs, a perturbed outer loss with a learned scale."""
+    ours, paper = METHODS["delta_stn"](entropy=1e-3), bilevel.DeltaSTN.paper()
+    assert bilevel.METHODS["delta_stn_paper"] == paper
+    for name in ("structure", "scale", "entropy"):
+        assert getattr(ours, name) == getattr(paper, name)
+    problem = problem_of(Net(0))
+    one, other = ours.bind(problem), paper.bind(problem)
+    for name in ("antithetic", "subtracts", "antithetic_outer", "per_example", "linearizes"):
+        assert getattr(one, name) == getattr(other, name), name
+    assert one.scale.perturb_outer and other.scale.perturb_outer
+
+
 @pytest.mark.parametrize("kind", METHODS)
 @given(count=st.sampled_from([1, 2, 4, HIDDEN]), seed=SEEDS)
 def test_the_inner_loss_is_that_of_a_loop_over_examples(kind, count, seed):
