@@ -230,7 +230,7 @@ def _divided(tensor: Tensor, mesh: Any) -> Tensor:
 
 @final
 class Shards:
-    """Parameters that are whole inside :meth:`gathered`, and of which each process keeps a part.
+    """Parameters that are whole inside ``gathered``, and of which each process keeps a part.
 
     Attributes:
         parts: A sharded parameter for each of them, which an optimizer updates.
