@@ -11,12 +11,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple, TypeVar, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-
-Network = TypeVar("Network", bound=nn.Module)
 
 
 def is_sharded(tensor: Any) -> bool:
@@ -186,7 +184,7 @@ def _each(v: Any, number: Tensor) -> Tensor:
     return DTensor.from_local(number[None], v.device_mesh, [Shard(0)], run_check=False).full_tensor()
 
 
-def shard(net: Network) -> Network:
+def shard(net: nn.Module) -> nn.Module:
     """Let each process keep a part of the trained parameters of a network, as ``DTensor``; in place.
 
     Each is divided along its longest dimension.
@@ -232,7 +230,7 @@ def _divided(tensor: Tensor, mesh: Any) -> Tensor:
 
 @final
 class Shards:
-    """Parameters that are whole inside :meth:`gathered`, and of which each process keeps a part.
+    """Parameters that are whole inside ``gathered``, and of which each process keeps a part.
 
     Attributes:
         parts: A sharded parameter for each of them, which an optimizer updates.
