@@ -25,8 +25,9 @@ SHORT = {
     "pairs, batch": bilevel.DeltaSTN(antithetic=True, perturb="batch"),
     "learned scale, batch": bilevel.DeltaSTN(entropy=1e-2, perturb="batch"),
     "dense": bilevel.CenteredSTN(structure="dense"),
-    "minres": bilevel.Implicit(bilevel.MINRES(damping=0.1), curvature="gauss_newton"),
-    "hessian, cold": bilevel.Implicit(bilevel.CG(max_steps=5, rtol=1e-3, damping=1.0), warm_start=False),
+    # As many steps in one process as in several: at a tolerance, rounding decides about the last one.
+    "minres": bilevel.Implicit(bilevel.MINRES(max_steps=8, rtol=0.0, damping=0.1), curvature="gauss_newton"),
+    "hessian, cold": bilevel.Implicit(bilevel.CG(max_steps=5, rtol=1e-3, damping=10.0), warm_start=False),
     "checkpointed": bilevel.Unrolled(steps=4, checkpoint=True),
 }
 
