@@ -68,8 +68,8 @@ def signalled(file, number, context):
     with_workers(file, context, callbacks=[send])
 
 
-# Started by fork, workers do not listen to Ctrl-C; those of spawn take seconds to start. It takes PyTorch five seconds to
-# see that workers are gone.
+# Started by fork, workers do not listen to Ctrl-C; those of spawn take seconds to start. It takes PyTorch five seconds
+# to see that workers are gone.
 GROUPS = [
     (signal.SIGTERM, "fork"),
     pytest.param(signal.SIGUSR1, "fork", marks=pytest.mark.slow),
