@@ -34,7 +34,7 @@ def test_methods_with_parts_of_the_weights() -> None:
     compare(2, ["stn", "delta_stn", "learned scale, batch", "implicit_cg", "minres"], "mlp")
 
 
-@pytest.mark.parametrize("kind", ["transformer", "cnn"])
+@pytest.mark.parametrize("kind", ["transformer", pytest.param("cnn", marks=pytest.mark.slow)])
 def test_other_networks_with_parts_of_the_weights(kind: str) -> None:
     compare(2, ["delta_stn"], kind)
 
