@@ -39,8 +39,11 @@ def whole():
     return of
 
 
+KINDS = [(KILL, 2, 200), (TERMINATE, 1, 200), pytest.param(INTERRUPT, 1, 100, marks=pytest.mark.slow)]
+
+
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize(("kind", "number", "many"), [(KILL, 2, 200), (TERMINATE, 1, 200), (INTERRUPT, 1, 100)])
+@pytest.mark.parametrize(("kind", "number", "many"), KINDS)
 def test_ended_at_any_moment_a_run_goes_on_to_the_last_bit(tmp_path, whole, method, kind, number, many):
     expected, seconds = whole(method)
     number, between, writing = count(number, -(-many // len(METHODS))), 0, 0
