@@ -174,35 +174,30 @@ class Feed:
 
     def _start_again(self, given: int, batches: str) -> None:
         """Begin the present pass anew, with other workers, and go to where it was."""
-        own = generators(self._source)
-        before = self.stream.state_dict(), get_global(), [_state_of(generator) for generator in own]
-        if given:
-            self.stream.load_state_dict(self._start["stream"])
-            set_global(self._start["global"])
-            for generator, saved in zip(own, self._start["generators"], strict=True):
-                _restore(generator, saved)
+        before = self._now()
+        self._go_to(self._start)
         self._given, self._iterator = 0, None
         for _ in range(given):
             self._draw()
         if given:
-            self.stream.load_state_dict(before[0])
-            set_global(before[1])
-            for generator, saved in zip(own, before[2], strict=True):
-                _restore(generator, saved)
+            self._go_to(before)
             self._batches = batches
+
+    def _go_to(self, states: dict[str, Any]) -> None:
+        """Set all random numbers that a pass depends on to what :meth:`_now` found."""
+        self.stream.load_state_dict(states["stream"])
+        if isinstance(self.loader, Shared):
+            self.loader.order.load_state_dict(states["order"])
+        set_global(states["global"])
+        for generator, saved in zip(generators(self._source), states["generators"], strict=True):
+            _restore(generator, saved)
 
     def _read_again(self, state: dict[str, Any]) -> str | None:
         """Draw the batches of the pass that was under way; of one that was over, the first one."""
-        start = state["start"]
-        self.stream.load_state_dict(start["stream"])
-        if isinstance(self.loader, Shared):
-            self.loader.order.load_state_dict(start["order"])
-        set_global(start["global"])
-        own = generators(self._source)
-        if len(own) != len(start["generators"]):
-            return f"{self.name}: number of random generators was {len(start['generators'])}, this call has {len(own)}"
-        for generator, saved in zip(own, start["generators"], strict=True):
-            _restore(generator, saved)
+        start, own = state["start"], len(generators(self._source))
+        if own != len(start["generators"]):
+            return f"{self.name}: number of random generators was {len(start['generators'])}, this call has {own}"
+        self._go_to(start)
         for index in range(max(1, state["given"])):
             next(self)
             if index == 0 and self._first != state["first"]:
