@@ -4,7 +4,7 @@
 
 One thread, one process. Plain training and the methods take turns, so that a busy machine slows all of them alike; a
 number is the median over the turns of a ratio. Rounds are those of the paper: five inner steps on batches of 128, then
-an outer step. Plain training makes five steps of SGD on the same batches, with the same regularizer at a fixed strength.
+an outer step. Plain training makes five steps of SGD on the same batches, with the same noise at a fixed strength.
 """
 
 from __future__ import annotations

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
-
 PIECE = 2**16
 """So many numbers stay in the cache of a processor between a product and its sum."""
 
