@@ -46,6 +46,8 @@ class Curvature(ABC):
             values = Named("hyperparameter", natural)
             self.loss = inner.problem.inner_loss(self._model(inner), values, batch).value
             self.gradient = _gradient(self.loss, self.weights)
+            # In one piece, since every product has to look at each tensor that it starts from.
+            self._flat = flatten(_zeros_for_none(self.gradient, self.weights))
 
     def _model(self, inner: Variables) -> Model:
         """What the loss sees."""
@@ -75,7 +77,7 @@ class Curvature(ABC):
         Returns:
             By name; None where the gradient of the inner loss does not depend on the hyperparameter.
         """
-        parts = vjp(self.gradient, list(self.hyper.values()), unflatten(vector, self.weights), retain_graph=True)
+        parts = vjp([self._flat], list(self.hyper.values()), [vector], retain_graph=True)
         return dict(zip(self.hyper, parts, strict=True))
 
     def cross_vjp(self, vector: Tensor) -> Tensor:
@@ -114,7 +116,7 @@ class Hessian(Curvature):
     @override
     def product(self, vector: Tensor) -> Tensor:
         r"""Differentiate the gradient, :math:`\mathbf{H} p = \nabla_w (p^\top \nabla_w \mathcal{L}_T)`."""
-        parts = vjp(self.gradient, self.weights, unflatten(vector, self.weights), retain_graph=True)
+        parts = vjp([self._flat], self.weights, [vector], retain_graph=True)
         return flatten(_zeros_for_none(parts, self.weights))
 
 
