@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import warnings
 from abc import abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from bilevel.interrupts import safe_point
 from bilevel.linear_solvers.base import (
     Attempt,
     ConvergenceWarning,
@@ -33,6 +35,10 @@ from bilevel.parallel import dot, flat_like, is_sharded, local
 ASYMMETRIC = (
     "the matrix is not symmetric, or matvec is not deterministic (dropout?); Exact takes any nonsingular matrix."
 )
+
+
+Step = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+"""A step of an iteration, from all that it remembers to the same afterwards."""
 
 
 class Run(NamedTuple):
@@ -144,12 +150,48 @@ class Iterative(LinearSolver):
         Returns:
             What was found.
         """
+        loop = getattr(operator.matvec, "loop", None)
+        if loop is not None:
+            with loop() as advance:
+                return self._run_compiled(operator, b, target, max_steps, advance)
         state = self._begin(operator, b, target)
         for step in range(max_steps - self.begun):
             if self.rtol > 0 and bool(self._is_done(operator, state)):
                 break
             state = self._advance(operator, state, first=step == 0)
         return self._end(operator, state)
+
+    def _run_compiled(self, operator: Operator, b: Tensor, target: Number, max_steps: int, advance: Step) -> Run:
+        """The same by steps that are one graph each."""
+        operator = replace(operator, host=False)
+        state = self._begin(operator, b, torch.as_tensor(target, dtype=b.dtype, device=b.device))
+        for _ in range(max_steps - self.begun):
+            if self.rtol > 0 and bool(self._is_done(operator, state)):
+                break
+            safe_point()
+            state = type(state)(*advance(state))
+        return self._end(operator, state)
+
+    def step_of_tensors(self, matvec: Matvec, like: Tensor) -> tuple[Step, list[Tensor]]:
+        """A step of the iteration as a function of tensors, which can be traced.
+
+        Args:
+            matvec: As in :meth:`LinearSolver.__call__`.
+            like: A vector.
+
+        Returns:
+            The function, and tensors that it can be tried on.
+        """
+        work = torch.promote_types(like.dtype, torch.float32)
+        blank, operator = (Operator(product, like.dtype, self.damping) for product in (torch.clone, matvec))
+        with torch.no_grad():
+            typical = self._begin(blank, probe(like.to(work)), torch.zeros((), dtype=work, device=like.device))
+
+        def step(tensors: Sequence[Tensor]) -> list[Tensor]:
+            # Copies, since a step overwrites what it is given.
+            return [*self._advance(operator, type(typical)(*(t.clone() for t in tensors)), first=None)]
+
+        return step, [tensor.detach() for tensor in typical]
 
     @abstractmethod
     def _begin(self, operator: Operator, b: Tensor, target: Number) -> Any:

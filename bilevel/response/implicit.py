@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
@@ -122,7 +122,9 @@ class ImplicitResponse(BestResponse):
     def connect(self, optimizer: Optimizer, clip: float | None) -> None:
         """Compile the products if ``compiles`` is set; the optimizer is not used."""
         if self.compiles:
-            self._compiled = CompiledCurvature(CURVATURES[self.settings.curvature], self.inner)
+            self._compiled = CompiledCurvature(
+                CURVATURES[self.settings.curvature], self.inner, self.settings.linear_solver
+            )
 
     @override
     def check(self, hyper: Tensor, batch: Any) -> None:
@@ -203,6 +205,8 @@ class ImplicitResponse(BestResponse):
 
     def _added(self, curvature: Curvature | Products, share: Tensor | None) -> Matvec:
         """Products with the curvature of all processes: one all-reduce each, of the size of the weights."""
+        if isinstance(curvature, Products):  # of one process
+            return cast(Matvec, curvature)
         return curvature.product if share is None else lambda vector: self._add(curvature.product(whole(vector)), share)
 
     def _add(self, vector: Tensor, share: Tensor | None) -> Tensor:
