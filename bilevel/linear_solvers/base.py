@@ -106,13 +106,18 @@ class LinearSolver(ABC):
         found = self.attempt(matvec, v, x0)
         return Solve(found.solution, found.residual, found.judge(found.facts.tolist()))
 
-    def attempt(self, matvec: Matvec, v: Tensor, x0: Tensor | None = None) -> Attempt:
-        """The same, judged later: for callers that read the device once for several purposes.
+    def attempt(
+        self, matvec: Matvec, v: Tensor, x0: Tensor | None = None, root: Callable[[Tensor], Tensor] | None = None
+    ) -> Attempt:
+        r"""The same, judged later: for callers that read the device once for several purposes.
 
         Args:
             matvec: As in :meth:`__call__`.
             v: As in :meth:`__call__`.
             x0: As in :meth:`__call__`.
+            root: A preconditioner, for solvers that iterate; the others ignore it. It multiplies by a symmetric
+                positive definite matrix :math:`\mathbf{R}` of which :math:`\mathbf{R}^2` is close to the inverse of
+                :math:`\mathbf{H} + \mu \mathbf{I}`.
 
         Returns:
             The solution, which may be wrong as long as it is not judged.
@@ -121,11 +126,11 @@ class LinearSolver(ABC):
         # Half precision is for the matrix only: dot products and factorizations need at least single precision.
         work = torch.promote_types(v.dtype, torch.float32)
         guess = None if x0 is None else x0.detach().to(work)
-        found = self._solve(matvec, v.detach(), guess)
+        found = self._solve(matvec, v.detach(), guess, root)
         return found._replace(solution=found.solution.to(v.dtype))
 
     @abstractmethod
-    def _solve(self, matvec: Matvec, v: Tensor, x0: Tensor | None) -> Attempt:
+    def _solve(self, matvec: Matvec, v: Tensor, x0: Tensor | None, root: Callable[[Tensor], Tensor] | None) -> Attempt:
         """Solve a system whose vectors are checked and detached; ``x0`` is in at least single precision."""
 
 

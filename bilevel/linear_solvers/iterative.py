@@ -91,27 +91,35 @@ class Iterative(LinearSolver):
         check_number(self, "damping", self.damping, above=0, or_equal=True)
 
     @override
-    def _solve(self, matvec: Matvec, v: Tensor, x0: Tensor | None) -> Attempt:
+    def _solve(self, matvec: Matvec, v: Tensor, x0: Tensor | None, root: Matvec | None) -> Attempt:
         operator = Operator(matvec, v.dtype, self.damping, on_host(v))
         v = v.to(torch.promote_types(v.dtype, torch.float32))
         size = operator.number(norm(v))
         # A right-hand side of zero has the solution zero, whatever the guess.
         x: Any = None if x0 is None else pick(size == 0, torch.zeros_like(v), x0)
         r = v if x is None else v - operator(x)
+        system, weighted = operator, size
+        if root is not None:
+            system = Operator(lambda p: root(operator(root(p))), v.dtype, 0.0, operator.host)
+            weighted = operator.number(norm(root(v)))
         residual, reached, steps = nought(size) + math.inf, math.inf, 0
         while True:
-            scale = size if r is v else operator.number(norm(r))
             # A little more than asked, so that rounding alone does not cause a restart.
-            target = divide(0.9 * self.rtol * size, scale)
-            run = self._run(operator, r / pick(scale == 0, nought(scale) + 1, scale), target, self.max_steps - steps)
-            new_x = run.x.mul_(scale) if x is None else add_scaled(x, run.x, scale)
+            target = divide(0.9 * self.rtol * size, size if r is v else operator.number(norm(r)))
+            b = r if root is None else root(r)
+            scale = weighted if r is v else operator.number(norm(b))
+            run = self._run(system, b / pick(scale == 0, nought(scale) + 1, scale), target, self.max_steps - steps)
+            change = run.x if root is None else root(run.x)
+            new_x = change.mul_(scale) if x is None else add_scaled(x, change, scale)
             new_r = v - operator(new_x)
-            new_residual = ratio(operator.number(norm(new_r)), size)
-            believed = ratio(scale * run.remaining, size)
-            facts = stack([new_residual, believed, *run[2:]], v)
+            new_residual = seen = ratio(operator.number(norm(new_r)), size)
+            if root is not None:
+                seen = ratio(operator.number(norm(root(new_r))), weighted)
+            believed = ratio(scale * run.remaining, weighted)
+            facts = stack([new_residual, believed, *run[2:], seen], v)
             if self.rtol == 0:
                 return Attempt(new_x, facts[0], facts, partial(self._judge, operator, v, x0))
-            now, _, taken, failed, value = facts.tolist()
+            now, _, taken, failed, value, _ = facts.tolist()
             if steps == 0 and (failed or not math.isfinite(now)):
                 raise self._error(operator, v, x0, int(taken), value if failed else None)
             if failed or not now < reached:
@@ -135,11 +143,11 @@ class Iterative(LinearSolver):
 
     def _judge(self, operator: Operator, v: Tensor, x0: Tensor | None, facts: list[float]) -> int:
         """Say how a fixed number of steps went."""
-        now, belief, taken, failed, value = facts
+        now, belief, taken, failed, value, seen = facts
         if failed or not math.isfinite(now):
             raise self._error(operator, v, x0, int(taken), value if failed else None)
-        if now > 1.1 * belief + operator.eps**0.5:
-            self._check_disagreement(operator, v, now, belief)
+        if seen > 1.1 * belief + operator.eps**0.5:
+            self._check_disagreement(operator, v, seen, belief)
         return int(taken)
 
     def _run(self, operator: Operator, b: Tensor, target: Number, max_steps: int) -> Run:
