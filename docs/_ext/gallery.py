@@ -54,7 +54,7 @@ def scraper(block: Any, variables: dict[str, Any], conf: dict[str, Any]) -> str:
     if not isinstance(figure, Figure) or getattr(figure, "shown", False):
         return figure_rst([], conf["src_dir"])
     path = next(variables["image_path_iterator"])
-    figure.savefig(path, dpi=160)
+    _save(figure, path, dpi=160)
     figure.shown = True  # type: ignore[attr-defined]
     return figure_rst([path], conf["src_dir"], alt_of(figure))
 
