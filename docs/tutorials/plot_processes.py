@@ -18,7 +18,7 @@ import numpy as np
 
 import bilevel
 
-EPOCHS = 150
+EPOCHS = 100
 
 # %%
 # A script
@@ -43,7 +43,7 @@ train = DataLoader(TensorDataset(x[:240], y[:240]), batch_size=batch_size, shuff
 valid = DataLoader(TensorDataset(x[240:], y[240:]), batch_size=batch_size, shuffle=True)
 net = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2))
 solution = bilevel.tune(
-    net, train, valid, loss=F.cross_entropy, label_smoothing=True, method="implicit_cg",
+    net, train, valid, loss=F.cross_entropy, label_smoothing=True, method="implicit_neumann",
     epochs=epochs, inner_steps=2, progress=False,
 )
 group = solution.solver.group
@@ -55,8 +55,8 @@ if group is None or group.main:
 # One process and two
 # -------------------
 #
-# In a terminal: ``python train.py 150 240 one.csv`` and ``torchrun --nproc-per-node=2
-# train.py 150 120 two.csv``. Here both run at the same time.
+# In a terminal: ``python train.py 100 240 one.csv`` and ``torchrun --nproc-per-node=2
+# train.py 100 120 two.csv``. Here both run at the same time.
 
 folder = Path(tempfile.mkdtemp())
 (folder / "train.py").write_text(script)
@@ -82,7 +82,7 @@ runs = {
 # The same run
 # ------------
 #
-# A batch holds all examples here, and ``implicit_cg`` draws no random numbers, so the
+# A batch holds all examples here, and ``implicit_neumann`` draws no random numbers, so the
 # two runs agree but for rounding. With smaller batches, dropout or perturbations they
 # differ like two seeds.
 
