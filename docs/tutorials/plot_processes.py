@@ -39,12 +39,12 @@ epochs, batch_size, file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 torch.manual_seed(0)
 x = torch.randn(480, 20)
 y = (x[:, :5].sum(1) + torch.randn(480) > 0).long()
-train = DataLoader(TensorDataset(x[:240], y[:240]), batch_size=batch_size, shuffle=True)
-valid = DataLoader(TensorDataset(x[240:], y[240:]), batch_size=batch_size, shuffle=True)
+train = DataLoader(TensorDataset(x[:240], y[:240]), batch_size, shuffle=True)
+valid = DataLoader(TensorDataset(x[240:], y[240:]), batch_size, shuffle=True)
 net = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2))
 solution = bilevel.tune(
-    net, train, valid, loss=F.cross_entropy, label_smoothing=True, method="implicit_neumann",
-    epochs=epochs, inner_steps=2, progress=False,
+    net, train, valid, loss=F.cross_entropy, epochs=epochs, inner_steps=2, progress=False,
+    label_smoothing=True, method="implicit_neumann",
 )
 group = solution.solver.group
 if group is None or group.main:
