@@ -19,7 +19,8 @@ author = "The bilevel authors"
 copyright = author
 version = release = bilevel.__version__
 
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.doctest", "sphinx.ext.viewcode", "mathml"]
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.doctest", "sphinx.ext.viewcode"]
+extensions += ["mathml", "paper", "tables"]
 exclude_patterns = ["_build"]
 nitpicky = True
 # Types of other projects: linking to their pages would need the network.
@@ -68,9 +69,9 @@ def check_public_names(app: Sphinx, env: BuildEnvironment) -> None:
     from sphinx.util import logging
 
     objects = env.domains.python_domain.objects
-    documented = {name for name, entry in objects.items() if entry.docname == "api" and not entry.aliased}
+    documented = {name for name, entry in objects.items() if entry.docname.startswith("api/") and not entry.aliased}
     for name in sorted(public_names() - documented):
-        logging.getLogger(__name__).warning("the public name %s is missing from the API page", name, location="api")
+        logging.getLogger(__name__).warning("the public name %s is missing from the API pages", name, location="api/index")
 
 
 def setup(app: Sphinx) -> None:
