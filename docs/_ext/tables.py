@@ -172,7 +172,11 @@ def methods() -> list[str]:
         assert dataclasses.is_dataclass(method)
         values = {field.name: (getattr(method, field.name), field.default) for field in dataclasses.fields(method)}
         changed = [f"{key}={value!r}" for key, (value, default) in values.items() if value != default]
-        rows.append([f"``{name}``", f":class:`bilevel.{type(method).__name__}`", ", ".join(f"``{c}``" for c in changed)])
+        rows.append([
+            f"``{name}``",
+            f":class:`bilevel.{type(method).__name__}`",
+            ", ".join(f"``{c}``" for c in changed),
+        ])
     return list_table(["name", "class", "settings that differ from those of the class"], rows)
 
 
