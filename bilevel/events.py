@@ -52,7 +52,7 @@ class Record:
         skipped: Lines that are no events, such as one that a crash cut off.
 
     Example:
-        >>> record = Record({"settings": {"seed": 0}}, [{"round": 1.0}], [math.nan], [], None)
+        >>> record = Record({"settings": {"seed": 0}}, [{"round": 1.0}], [math.nan], [], None, 0)
         >>> record.settings, len(record.rows), record.end is None
         ({'seed': 0}, 1, True)
     """

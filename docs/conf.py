@@ -51,6 +51,7 @@ html_title = f"bilevel {version}"
 html_math_renderer = "mathml"
 html_static_path = ["_static"]
 html_css_files = ["custom.css"]
+html_extra_path = ["llms.txt"]
 html_copy_source = False
 html_show_sphinx = False
 

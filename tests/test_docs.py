@@ -194,7 +194,13 @@ def test_searching_finds_a_page_outside_of_the_lab_notes(site, phrase):
     assert [name for name in names if name.startswith(("guides/", "gallery/", "start"))], names
 
 
-def test_every_public_name_has_a_page_and_an_example(html):
+def test_the_page_for_language_models_names_every_page_that_is_there(site):
+    named = set(re.findall(r"\]\(([\w/]+)\.html\)", (site / "llms.txt").read_text(encoding="utf-8")))
+    pages = {name_of(page) for page in PAGES if page.parent.name in {"guides", "lab", "reference"}}
+    assert named == pages | {"start", "gallery/index", "api/index", "internals/index"}
+
+
+def test_every_public_name_has_a_page(html):
     names = set().union(*(page.places for path, page in html.items() if path.parts[0] == "api"))
     public = ("augment", "functional", "loggers", "nn", "parallel", "plotting", "regularizers", "report", "structure")
     modules = {f"bilevel.{name}" for name in public}
