@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, final
 
 SIGNALS = sorted(map(int, signal.valid_signals()))
-# Python's own wrapper makes an enum of every answer, which takes longer than all the rest here.
-_getsignal = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
+# The wrappers of ``signal`` make an enum of every answer, which takes longer than all the rest here.
+_getsignal = getattr(sys.modules.get("_signal"), "getsignal", signal.getsignal)
 _current: Waiting | None = None
 
 

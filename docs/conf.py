@@ -22,7 +22,7 @@ copyright = author
 version = release = bilevel.__version__
 
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.doctest", "sphinx.ext.viewcode"]
-extensions += ["backlinks", "mathml", "paper", "tables"]
+extensions += ["sphinx_gallery.gen_gallery", "backlinks", "mathml", "paper", "tables"]
 exclude_patterns = ["_build"]
 nitpicky = True
 # Types of other projects: linking to their pages would need the network.
@@ -54,6 +54,22 @@ html_css_files = ["custom.css"]
 html_extra_path = ["llms.txt"]
 html_copy_source = False
 html_show_sphinx = False
+
+# The scripts in tutorials/ become the pages in gallery/. -D plot_gallery=0 does not run them.
+sphinx_gallery_conf = {
+    "examples_dirs": "tutorials",
+    "gallery_dirs": "gallery",
+    "within_subsection_order": "gallery.Order",
+    "image_scrapers": ("gallery.scraper",),
+    "reset_modules": ("gallery.prepare",),
+    "capture_repr": (),
+    "last_notebook_cell": "figure",
+    "min_reported_time": 3600,
+    "show_memory": False,
+    "show_signature": False,
+    "write_computation_times": False,
+    "abort_on_example_error": True,
+}
 
 
 def public_names() -> set[str]:

@@ -211,7 +211,7 @@ def test_the_build_fails_on_a_missing_name_and_on_a_formula_that_cannot_be_conve
     source = tmp_path / "docs"
     source.mkdir()
     (source / "conf.py").write_text((DOCS / "conf.py").read_text(encoding="utf-8"), encoding="utf-8")
-    for folder in ("_ext", "_static"):
+    for folder in ("_ext", "_static", "llms.txt", "tutorials"):
         (source / folder).symlink_to(DOCS / folder)
     api = "API\n===\n\n.. autofunction:: bilevel.positive\n"
     (source / "api").mkdir()

@@ -90,7 +90,9 @@ def finite_number(tensors: Sequence[Tensor], like: Tensor, *, at_once: bool) -> 
         sizes = [tensor.sum(dtype=torch.float32) if tensor.dtype in HALF else tensor.sum() for tensor in present]
     else:
         sizes = torch._foreach_norm(present, math.inf)
-    return torch.stack([(size * 0).to(like) for size in sizes]).sum()
+    if len({size.dtype for size in sizes}) > 1:
+        sizes = [size.to(like) for size in sizes]
+    return (torch.stack([*sizes]) * 0).sum().to(like)
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:

@@ -108,7 +108,7 @@ class ByRows(nn.Module, ABC):
         shift = shift.to(self.factor.dtype)
         scales: tuple[Tensor, ...]
         if slope_only or (len(shift) * self.factor.shape[1] > 2**16 and shift.ndim > 1 and not shift.requires_grad):
-            scales = Parts.apply(shift, self.factor, self.counts, slope_only)  # type: ignore[no-untyped-call]
+            scales = Parts.apply(shift, self.factor, self.counts, slope_only)
         else:
             scales = (shift @ self.factor).split(self.counts, dim=-1)
         return {

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from typing_extensions import override
 
+from bilevel.responding import Function
+
 PIECE = 2**16
 """So many numbers stay in the cache of a processor between a product and its sum."""
 
@@ -36,7 +38,7 @@ def row_products(left: Tensor, right: Tensor) -> Tensor:
     return torch.cat([(a * b).sum(1) for a, b in zip(left.split(rows), right.split(rows), strict=True)])
 
 
-class Parts(torch.autograd.Function):
+class Parts(Function):
     r"""The factors :math:`\mathbf{U} \delta` of some weights, ``(shift @ factor).split(counts, -1)``.
 
     With ``slope_only`` they are zero, :math:`\mathbf{U} \delta - \operatorname{stop}(\mathbf{U} \delta)`, and the
@@ -71,7 +73,7 @@ class Parts(torch.autograd.Function):
         return None, rows.T @ torch.cat(parts, dim=1), None, None
 
 
-class Slopes(torch.autograd.Function):
+class Slopes(Function):
     """``value + factor * product + change`` where factor and change are zero, and only their slopes count."""
 
     @staticmethod
@@ -98,7 +100,7 @@ class Slopes(torch.autograd.Function):
         return given, through, own, change
 
 
-class Both(torch.autograd.Function):
+class Both(Function):
     """The products of a matrix with a tangent and with a value in one, which is faster for few rows.
 
     Only the tangent is differentiated; the value and the matrix are constants.
