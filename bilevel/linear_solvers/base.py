@@ -26,7 +26,16 @@ Matvec = Callable[[Tensor], Tensor]
 
 
 class LinearSolverError(RuntimeError):
-    """A linear system that its solver cannot solve: singular, indefinite, divergent or not finite."""
+    """A linear system that its solver cannot solve: singular, indefinite, divergent or not finite.
+
+    Example:
+        >>> import bilevel
+        >>> try:
+        ...     bilevel.CG()(lambda p: -p, torch.ones(2))
+        ... except LinearSolverError as error:
+        ...     print("indefinite" in str(error) or "curvature" in str(error))
+        True
+    """
 
 
 class NotFiniteSystemError(LinearSolverError):
@@ -34,7 +43,13 @@ class NotFiniteSystemError(LinearSolverError):
 
 
 class ConvergenceWarning(UserWarning):
-    """A linear solver returned a solution that misses its tolerance."""
+    """A linear solver returned a solution that misses its tolerance.
+
+    Example:
+        >>> import warnings
+        >>> warnings.simplefilter("error", ConvergenceWarning)  # to make it an error
+        >>> warnings.simplefilter("default", ConvergenceWarning)
+    """
 
 
 class Solve(NamedTuple):
@@ -75,6 +90,13 @@ class LinearSolver(ABC):
 
     Attributes:
         divides: Whether it also solves for vectors of which each process has a part.
+
+    Example:
+        >>> import bilevel
+        >>> H = torch.tensor([[2.0, 0.0], [0.0, 4.0]])
+        >>> solver: LinearSolver = bilevel.CG(max_steps=2)
+        >>> solver(lambda p: H @ p, torch.tensor([2.0, 4.0]))
+        tensor([1.0000, 1.0000])
     """
 
     divides: ClassVar[bool] = False
