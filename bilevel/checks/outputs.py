@@ -236,7 +236,10 @@ def _is_log_probability(output: Tensor, slope: Tensor | None = None) -> bool:
     """Whether exponentials along one dimension add up to one.
 
     A loss with a softmax of its own takes them for logits: a constant that is added there changes nothing, so that
-    ``slope``, its derivative, adds up to zero. That is as good as logits, and the answer is no.
+    ``slope``, its derivative, adds up to zero. That is as good as logits.
+
+    Returns:
+        The answer; no, if they are as good as logits.
     """
     dims = {dim for dim in (1, output.ndim - 1) if 0 < dim < output.ndim and output.shape[dim] > 1}
     close = 1e-3 if output.dtype in (torch.float64, torch.float32) else 0.1
