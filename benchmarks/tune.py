@@ -1,6 +1,7 @@
 """Five-line tuning against the network as it is: eight small tasks, equal epochs, three seeds.
 
-    python benchmarks/tune.py --out docs/results/tune
+    python benchmarks/tune.py --out docs/results/tune           # the losses, which takes an hour
+    python benchmarks/tune.py --out docs/results/tune --costs   # what an epoch costs, a minute on a quiet machine
 
 For each task and seed, the same network is trained twice from the same weights, with the same optimizer and the same
 number of epochs. Once in a plain loop, with the dropout that it has; once by ``bilevel.tune``, in the five lines of
@@ -8,8 +9,8 @@ the README. Both keep the weights with the lowest validation loss, and both are 
 made of what scikit-learn brings along, so that nothing is downloaded.
 
 The cost is that of an epoch of tuning divided by that of a plain epoch of the same network (for the LSTM: of the same
-cell), in FLOPs and in CPU time, outer steps included: ten batches of each are timed in turn, and the medians divided.
-Rows that are in the file already are not computed again.
+cell), in FLOPs and in CPU time, outer steps included: ten batches of each are timed in turn, fifteen times, and the
+medians divided. Losses that are in the file already are not computed again; costs are.
 """
 
 from __future__ import annotations
@@ -305,28 +306,39 @@ def run(name: str, seed: int) -> dict[str, Any]:
     net.load_state_dict(result.best.state_dict)
     tuned = {"valid": result.best.validation_loss, "test": mean_loss(net, test, task)}
 
+    return {"task": name, "seed": seed, "plain": plain, "tuned": tuned, "hyperparameters": len(result.hyper)}
+
+
+def cost(name: str, rounds: int = 15) -> dict[str, Any]:
+    """An epoch of tuning divided by a plain one; the middle half of the pairs says how much that varies."""
+    task = TASKS[name]
+    data, held_out, _ = task.data(0)
+    train = DataLoader(data, batch_size=task.batch, shuffle=True, drop_last=True)
+    valid = DataLoader(held_out, batch_size=128, shuffle=True)
+    torch.manual_seed(0)
+    net = task.net()
+    optimizer = torch.optim.Adam(net.parameters(), lr=task.lr)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", bilevel.TuningWarning)
+        result = bilevel.tune(
+            net, train, valid, loss=task.loss, optimizer=optimizer, steps=3, progress=False, **task.options
+        )
     batches = list(itertools.islice((batch for _ in itertools.count() for batch in train), 10))
     plain_one = partial(plain_steps, net, optimizer, batches, task)
     tuned_one = partial(tuned_steps, result.solver, batches, valid)
     count = flops(plain_one), flops(tuned_one)
-    times = [(seconds(plain_one), seconds(tuned_one)) for _ in range(3)]
+    times = [(seconds(plain_one), seconds(tuned_one)) for _ in range(rounds)]
     first, second = (statistics.median(column) for column in zip(*times, strict=True))
-    return {
-        "task": name,
-        "seed": seed,
-        "plain": plain,
-        "tuned": tuned,
-        "hyperparameters": len(result.hyper),
-        "flops": count[1] / count[0],
-        "time": second / first,
-    }
+    low, _, high = statistics.quantiles([b / a for a, b in times])
+    return {"task": name, "flops": count[1] / count[0], "time": second / first, "low": low, "high": high}
 
 
-def table_of(rows: list[dict[str, Any]]) -> str:
+def table_of(rows: list[dict[str, Any]], costs: list[dict[str, Any]]) -> str:
     """Means over seeds; ± is the standard error of the difference within a seed."""
-    head = f"{'':26}{'hyper-':>7}{'test loss':>18}{'difference':>18}{'better':>8}{'FLOPs':>8}{'time':>7}"
+    head = f"{'':26}{'hyper-':>7}{'test loss':>18}{'difference':>18}{'better':>8}{'FLOPs':>8}{'CPU time':>18}"
     lines = [head, f"{'task':26}{'params':>7}{'plain':>9}{'tuned':>9}{'tuned − plain':>18}{'seeds':>8}"]
     wins = 0
+    price = {row["task"]: row for row in costs}
     for name in TASKS:
         own = [row for row in rows if row["task"] == name]
         if not own:
@@ -338,13 +350,20 @@ def table_of(rows: list[dict[str, Any]]) -> str:
         lines.append(
             f"{name:26}{own[0]['hyperparameters']:>7}{plain.mean():>9.3f}{tuned.mean():>9.3f}"
             f"{gap.mean():>+10.3f} ± {error:.3f}{f'{(gap < 0).sum()}/{len(gap)}':>8}"
-            f"{np.mean([row['flops'] for row in own]):>8.2f}{np.mean([row['time'] for row in own]):>7.1f}"
+            f"{_price(price.get(name))}"
         )
     seeds = len({row["seed"] for row in rows})
     total = len({row["task"] for row in rows})
     lines.append(f"Tuning is better in the mean over {seeds} seeds on {wins} of {total} tasks.")
-    lines.append("FLOPs and CPU time: an epoch of tuning divided by a plain epoch of the same network.")
+    lines.append("FLOPs and CPU time: an epoch of tuning divided by a plain epoch of the same network; in brackets the")
+    lines.append("middle half of pairs of ten steps each.")
     return "\n".join(lines)
+
+
+def _price(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    return f"{found['flops']:>8.2f}{found['time']:>6.2f} ({found['low']:.2f}, {found['high']:.2f})"
 
 
 def main() -> None:
@@ -353,25 +372,36 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=None, help="write NAME.jsonl and NAME.txt")
     parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2])
+    parser.add_argument("--costs", action="store_true", help="measure the costs only")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = []
     file = None if options.out is None else options.out.with_suffix(".jsonl")
-    if file is not None and file.exists():
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    for seed in options.seeds:
+    found = [] if file is None or not file.exists() else file.read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(line) for line in found]
+    costs, losses = [row for row in rows if "flops" in row], [row for row in rows if "flops" not in row]
+    if options.costs:
+        costs = [row for row in costs if row["task"] not in options.tasks]
         for name in options.tasks:
-            if any(row["task"] == name and row["seed"] == seed for row in rows):
+            costs.append(cost(name))
+            print(json.dumps(costs[-1]), flush=True)
+    for seed in [] if options.costs else options.seeds:
+        for name in options.tasks:
+            if any(row["task"] == name and row["seed"] == seed for row in losses):
                 continue
-            rows.append(run(name, seed))
-            print(json.dumps(rows[-1]), flush=True)
+            losses.append(run(name, seed))
+            print(json.dumps(losses[-1]), flush=True)
             if file is not None:
-                with file.open("a", encoding="utf-8") as opened:
-                    opened.write(json.dumps(rows[-1]) + "\n")
-    text = table_of(rows)
+                write(file, losses + costs)
+    text = table_of(losses, costs)
     print(text)
-    if options.out is not None:
-        options.out.with_suffix(".txt").write_text(text + "\n", encoding="utf-8")
+    if file is not None:
+        write(file, losses + costs)
+        file.with_suffix(".txt").write_text(text + "\n", encoding="utf-8")
+
+
+def write(file: Path, rows: list[dict[str, Any]]) -> None:
+    """A row to a line."""
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
+from bilevel.duals import QUICK
 from bilevel.plain import PLAIN
 
 NUMBERS = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, torch.Size, np.ndarray, np.generic)
@@ -89,7 +90,7 @@ def forward_level(inputs: Any = ()) -> Generator[None]:
     leaves = pytree.tree_leaves(inputs)
     mixed = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
     # The fused attention kernels have no forward mode; the plain one has.
-    with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH), _Plain(), _Mixed() if mixed else nullcontext():
+    with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH), _Forward(), _Mixed() if mixed else nullcontext():
         try:
             yield
         except (NotImplementedError, RuntimeError) as error:
@@ -101,11 +102,14 @@ def forward_level(inputs: Any = ()) -> Generator[None]:
             raise
 
 
-class _Plain(TorchFunctionMode):
-    """Takes functions apart that have no forward mode but are made of operations that have it."""
+class _Forward(TorchFunctionMode):
+    """Puts other functions in place of those that have no forward mode, or a slow one."""
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        quick = QUICK.get(func)
+        if quick is not None:
+            return quick(func, *args, **(kwargs or {}))
         return PLAIN.get(func, func)(*args, **(kwargs or {}))
 
 
@@ -213,7 +217,7 @@ def map_tensors(
             object.__setattr__(result, field.name, map_tensors(function, getattr(leaf, field.name), otherwise))
         return result
 
-    return pytree.tree_map(visit, output)
+    return function(output) if isinstance(output, Tensor) else pytree.tree_map(visit, output)
 
 
 class Gate:

@@ -9,9 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
+
+PLAIN = frozenset({Tensor, nn.Parameter, np.ndarray, str, int, float, bool})
+"""What holds nothing else."""
 
 
 def leaves(batch: Any) -> Iterator[Any]:
@@ -28,6 +31,13 @@ def leaves(batch: Any) -> Iterator[Any]:
         >>> list(leaves(UserDict(x=(1, 2), y=UserDict(z="three"))))
         [1, 2, 'three']
     """
+    if type(batch) in PLAIN:  # nearly always; the general way takes ten times as long
+        yield batch
+        return
+    if type(batch) in (tuple, list, dict):
+        for part in batch.values() if isinstance(batch, dict) else batch:
+            yield from leaves(part)
+        return
     # Packed sequences are tuples of tensors whose first dimension does not count examples.
     for leaf in pytree.tree_leaves(batch, is_leaf=lambda part: isinstance(part, PackedSequence)):
         parts = _parts(leaf)
@@ -102,6 +112,8 @@ def to_device(batch: Any, device: torch.device) -> Any:
         moved = {name: to_device(part, device) for name, part in parts.items()}
         return leaf if all(moved[name] is part for name, part in parts.items()) else _replace(leaf, moved)
 
+    if type(batch) in (tuple, list) and all(type(part) in PLAIN for part in batch):
+        return type(batch)(map(move, batch))
     return pytree.tree_map(move, batch, is_leaf=_moves_itself)
 
 

@@ -51,6 +51,11 @@ class Record:
         events: All other events in order.
         end: The ``end`` event, if the run is over.
         skipped: Lines that are no events, such as one that a crash cut off.
+
+    Example:
+        >>> record = Record({"settings": {"seed": 0}}, [{"round": 1.0}], [math.nan], [], None, 0)
+        >>> record.settings, len(record.rows), record.end is None
+        ({'seed': 0}, 1, True)
     """
 
     start: dict[str, Any]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# The functions of signal without wrappers, which make an enum of every answer: that takes longer than a small step.
+import _signal  # type: ignore[import-not-found]
 import os
 import signal
 import threading
@@ -10,8 +12,6 @@ from types import FrameType
 from typing import Any, final
 
 SIGNALS = sorted(map(int, signal.valid_signals()))
-# Python's own wrapper makes an enum of every answer, which takes longer than all the rest here.
-_getsignal = getattr(signal.getsignal, "__wrapped__", signal.getsignal)
 _current: Waiting | None = None
 
 
@@ -49,10 +49,10 @@ class Waiting:
         try:
             self._outermost = True
             for number in SIGNALS:
-                handler = _getsignal(number)
+                handler = _signal.getsignal(number)
                 if callable(handler):
                     self._handlers[number] = handler
-                    signal.signal(number, self._handle)
+                    _signal.signal(number, self._handle)
             _current = self
         except BaseException:  # a signal came between, and its own handler raised
             self._give_back()
@@ -77,8 +77,7 @@ class Waiting:
             number = min(self._noted)
             frame = self._noted.pop(number)
             try:
-                if _getsignal(number) is not _nothing:  # hushed since, by one of them
-                    self._handlers[number](number, frame)
+                self._handlers[number](number, frame)
             finally:
                 self.deliver()
 
@@ -91,7 +90,7 @@ class Waiting:
 
     def _give_back(self) -> None:
         for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+            _signal.signal(number, handler)
 
 
 def hush(number: int) -> Any:

@@ -7,6 +7,19 @@ from typing import Any, NamedTuple, NoReturn, final
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
+from typing_extensions import override
+
+
+class Function(torch.autograd.Function):
+    """A function with derivatives of its own, whose arguments are all given by position."""
+
+    @classmethod
+    @override
+    def apply(cls, *args: Any) -> Any:
+        """Call it; without a look at the signature, which takes longer than a small function, where none is needed."""
+        if torch._C._are_functorch_transforms_active():
+            return super().apply(*args)  # type: ignore[no-untyped-call]
+        return super(torch.autograd.Function, cls).apply(*args)  # type: ignore[misc]
 
 
 class CannotRespond(Exception):
@@ -97,7 +110,8 @@ class Responding:
         w, r = self._matrices()
         factor = self.rows.factor
         if self.grows:
-            return (1 + factor).square() @ (w * w).sum(1)
+            squares: Tensor = _GrownSquares.apply(w, factor)
+            return squares
         cross, square = (w * r).sum(1), (r * r).sum(1)
         return (w * w).sum() + factor @ (2 * cross) + (factor * factor) @ square
 
@@ -191,3 +205,34 @@ class Responding:
             f"model.params[{self.name!r}] differs from example to example and cannot be used in {what}: take "
             "bilevel.l2 or bilevel.l1 of it, or pass perturb='batch' to the method, with which it is a plain tensor."
         )
+
+
+class _GrownSquares(Function):
+    r""":math:`\sum_r (1 + f_{ir})^2 \|W_r\|^2` in few operations; its derivatives can be differentiated."""
+
+    @staticmethod
+    @override
+    def forward(w: Tensor, factor: Tensor) -> Tensor:
+        grown, squares = (1 + factor).square_(), torch.linalg.vector_norm(w, dim=1).square_()
+        with torch.autocast(w.device.type, enabled=False):  # a sum of squares needs the digits of the weights
+            total: Tensor = grown @ squares
+        return total
+
+    @staticmethod
+    @override
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *cotangents: Any) -> tuple[Tensor | None, Tensor | None]:
+        w, factor = ctx.saved_tensors
+        (given,) = cotangents
+        grown = 1 + factor
+        for_w = for_factor = None
+        if ctx.needs_input_grad[0]:
+            for_w = (2 * (given @ (grown * grown))).unsqueeze(1) * w
+        if ctx.needs_input_grad[1]:
+            squares = (w * w).sum(1) if torch.is_grad_enabled() else torch.linalg.vector_norm(w, dim=1).square_()
+            for_factor = torch.outer(2 * given, squares) * grown
+        return for_w, for_factor

@@ -14,7 +14,7 @@ import bilevel
 ROOT = Path(bilevel.__file__).parent
 # A part may import from the parts before its own. One folder is one part.
 ORDER = [
-    {"batches", "interrupts", "plain", "responding", "tape"},
+    {"batches", "duals", "interrupts", "plain", "responding", "tape"},
     {
         "arguments",
         "autodiff",

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch._C import DisableTorchFunction
 
 from bilevel.functional.examples import align
 
@@ -162,6 +163,7 @@ def _mask_shape(x: Tensor, shared_dims: int | Sequence[int]) -> list[int]:
 
 def _mask(shape: Sequence[int], rate: Tensor, like: Tensor) -> Tensor:
     """Zero with probability ``rate``, otherwise 1 / (1 - rate); without a gradient."""
-    rate = rate.detach().to(torch.promote_types(like.dtype, torch.float32))
-    keep = torch.rand(list(shape), dtype=rate.dtype, device=like.device) >= rate
-    return (keep / (1 - rate).clamp_min(torch.finfo(rate.dtype).tiny)).to(like.dtype)
+    with DisableTorchFunction():  # a mask is no operation of a network whose operations are followed
+        rate = rate.detach().to(torch.promote_types(like.dtype, torch.float32))
+        keep = torch.rand(list(shape), dtype=rate.dtype, device=like.device) >= rate
+        return (keep / (1 - rate).clamp_min(torch.finfo(rate.dtype).tiny)).to(like.dtype)

@@ -46,6 +46,7 @@ class Space:
                 )
         self.hyper = dict(hyper)
         self.size = sum(entry.init.numel() for entry in hyper.values())
+        self._runs = _runs(self.hyper)
 
     def init(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The initial vector.
@@ -91,10 +92,13 @@ class Space:
         Returns:
             For each hyperparameter a tensor of shape ``(*batch, *its own shape)``. A shared one has its own shape only.
         """
-        parts = self.split(vector)
+        blocks = torch.split(vector, [size for _, size in self._runs], dim=-1)
+        # Neighbours of one kind are mapped together.
+        natural = [entry.natural(block) for (entry, _), block in zip(self._runs, blocks, strict=True)]
+        parts = self.split(natural[0] if len(natural) == 1 else torch.cat(natural, dim=-1))
         if vector.ndim > 1:
             parts = {name: part[0] if self.hyper[name].shared else part for name, part in parts.items()}
-        return self.natural(parts)
+        return Named("hyperparameter", parts.items())
 
     def shared(self) -> Tensor:
         """Which entries of the vector all examples of a batch share.
@@ -136,3 +140,20 @@ class Space:
             else:
                 columns |= {f"{name}{list(index)}": value[index] for index in np.ndindex(*value.shape)}
         return columns
+
+
+def _runs(hyper: Mapping[str, Hyper]) -> list[tuple[Hyper, int]]:
+    """Neighbours with the same map to natural values: the first of them, and how many numbers they have together."""
+    runs: list[tuple[Hyper, int]] = []
+    for entry in hyper.values():
+        size = entry.init.numel()
+        if runs and _alike(runs[-1][0], entry):
+            runs[-1] = runs[-1][0], runs[-1][1] + size
+        else:
+            runs.append((entry, size))
+    return runs
+
+
+def _alike(one: Hyper, other: Hyper) -> bool:
+    same = (one.low, one.high, one.discrete) == (other.low, other.high, other.discrete)
+    return same and type(one).natural is type(other).natural and one.transform == other.transform

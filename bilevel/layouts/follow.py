@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bilevel.batches import leaves
 from bilevel.layouts.layout import FIRST, Layout
-from bilevel.layouts.moved import LONGER, MIXING, MOVES, dims_of
+from bilevel.layouts.moved import JOINS, LONGER, MIXING, MOVES, dims_of, joined
 
 following: ContextVar[Layouts | None] = ContextVar("following", default=None)
 """Of the network that runs now, if its examples are followed."""
@@ -78,7 +78,9 @@ class Layouts:
             flat: All of these, without their nesting.
             result: What it returned.
         """
-        sources = [x for x in flat if isinstance(x, Tensor) and self.known(x)]
+        known = self._known
+        # Most arguments are unknown, which their numbers tell fastest.
+        sources = [x for x in flat if id(x) in known and isinstance(x, Tensor) and self.known(x)]
         if not sources:
             return
         name = getattr(function, "__name__", "")
@@ -93,6 +95,12 @@ class Layouts:
         find = MOVES.get(name)
         for index, y in enumerate(results):
             if not isinstance(y, Tensor) or any(y is x for x in sources):
+                continue
+            if name in JOINS:
+                parts = _tensors(args[0] if args else kwargs["tensors"])
+                dim = args[1] if len(args) > 1 else kwargs.get("dim", kwargs.get("axis", 0))
+                own = [self.of(x) for x in parts if self.known(x)]
+                self.note(y, joined(own, dim % y.ndim, alone=len(own) == len(parts)))
                 continue
             if find is None:
                 apart = name not in MIXING or self._apart(sources, args, kwargs)

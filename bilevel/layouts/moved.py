@@ -93,8 +93,51 @@ def _expanded(count: int, layout: Layout, x: Tensor, y: Tensor, args: Any, kwarg
 
 
 def _parts(count: int, layout: Layout, x: Tensor, y: Tensor, args: Any, kwargs: Any) -> Layout | None:
-    """Parts along another dimension: a part along that of the examples has fewer of them, and is noted as unknown."""
-    return layout
+    """Parts along another dimension, or along that of the examples."""
+    return _part(count, layout, x, y, layout.dim)
+
+
+def _part(count: int, layout: Layout, x: Tensor, y: Tensor, dim: int) -> Layout | None:
+    """A part of the dimension of the examples holds all of them, if it begins with the first and ends with the last."""
+    if y.shape[dim] == x.shape[layout.dim]:
+        return layout._replace(dim=dim)
+    step = x.stride(layout.dim) * count
+    whole = layout.inner == 1 and layout.chosen is None and y.shape[dim] % count == 0 and step > 0
+    if not whole or y.shape[dim] == 0 or (y.storage_offset() - x.storage_offset()) % step:
+        return None
+    return Layout(dim, y.shape[dim] // count)
+
+
+def _repeated(count: int, layout: Layout, x: Tensor, y: Tensor, args: Any, kwargs: Any) -> Layout | None:
+    """All examples again and again."""
+    if layout.chosen is not None:
+        return None
+    dim = layout.dim + y.ndim - x.ndim
+    times = y.shape[dim] // x.shape[layout.dim]
+    if times > 1 and layout.inner > 1:
+        return None
+    return layout._replace(dim=dim, outer=layout.outer * times)
+
+
+def joined(layouts: list[Layout | None], dim: int, *, alone: bool) -> Layout | None:
+    """Several tensors along one dimension.
+
+    Args:
+        layouts: Of those that come from the inputs.
+        dim: Along which they are concatenated.
+        alone: Whether there are no others.
+
+    Returns:
+        The layout that they share; along the dimension of the examples, these are there once for each tensor.
+    """
+    known = [layout for layout in layouts if layout is not None]
+    if not known or len(known) < len(layouts):
+        return None
+    if any(part.dim != dim for part in known) or (alone and len(known) == 1):
+        return known[0]
+    if not alone or any(part.inner > 1 or part.chosen is not None for part in known):
+        return None
+    return Layout(dim, sum(part.outer for part in known))
 
 
 def _without(count: int, layout: Layout, x: Tensor, y: Tensor, args: Any, kwargs: Any) -> Layout | None:
@@ -121,8 +164,8 @@ def _indexed(count: int, layout: Layout, x: Tensor, y: Tensor, args: Any, kwargs
             new += 1
         else:
             if old == layout.dim:
-                reverses = isinstance(part, slice) and (part.step or 1) != 1
-                return layout._replace(dim=new) if isinstance(part, slice) and not reverses else None
+                steps = isinstance(part, slice) and (part.step or 1) == 1
+                return _part(count, layout, x, y, new) if steps else None
             old, new = old + 1, new + isinstance(part, slice)
     return None
 
@@ -198,7 +241,8 @@ def _pairs() -> Iterator[tuple[str, Any]]:
         _permuted: "permute",
         _moved: "movedim moveaxis",
         _expanded: "expand expand_as broadcast_to",
-        _parts: "chunk split tensor_split narrow split_with_sizes unsafe_chunk unsafe_split cat concat concatenate",
+        _parts: "chunk split tensor_split narrow split_with_sizes unsafe_chunk unsafe_split",
+        _repeated: "repeat tile",
         _without: "select unbind __iter__",
         _indexed: "__getitem__",
         _stacked: "stack",
@@ -214,4 +258,5 @@ def _pairs() -> Iterator[tuple[str, Any]]:
 
 MOVES = dict(_pairs())
 LONGER = ("embedding", "one_hot")
+JOINS = ("cat", "concat", "concatenate")
 MIXING = ("flip", "flipud", "roll", "rot90", "sort", "argsort", "gather", "take_along_dim", "fliplr")

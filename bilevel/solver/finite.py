@@ -25,13 +25,33 @@ class DivergenceError(RuntimeError):
 
     Attributes:
         solution: The solution so far, if the error left :func:`bilevel.solve`.
+
+    Example:
+        >>> import torch, bilevel
+        >>> problem = bilevel.Problem(
+        ...     {"w": torch.ones(())},
+        ...     inner_loss=lambda model, hyper, batch: (model.params["w"] - hyper["a"]) ** 2 * float("nan"),
+        ...     outer_loss=lambda model, hyper, batch: model.params["w"] ** 2,
+        ...     hyper={"a": bilevel.real(1.0)},
+        ... )
+        >>> try:
+        ...     bilevel.solve(problem, steps=2, progress=False)
+        ... except DivergenceError as error:
+        ...     print(str(error)[:21])
+        the inner loss is nan
     """
 
     solution: Solution | None = None
 
 
 class NotFiniteWarning(UserWarning):
-    """A step was not finite and was left out, because ``on_nan`` is ``"skip"`` or ``"rollback"``."""
+    """A step was not finite and was left out, because ``on_nan`` is ``"skip"`` or ``"rollback"``.
+
+    Example:
+        >>> import warnings
+        >>> warnings.simplefilter("error", NotFiniteWarning)  # to end a run at the first bad step
+        >>> warnings.simplefilter("default", NotFiniteWarning)
+    """
 
 
 class NotFinite(Exception):
@@ -70,7 +90,9 @@ def finite_number(tensors: Sequence[Tensor], like: Tensor, *, at_once: bool) -> 
         sizes = [tensor.sum(dtype=torch.float32) if tensor.dtype in HALF else tensor.sum() for tensor in present]
     else:
         sizes = torch._foreach_norm(present, math.inf)
-    return torch.stack([(size * 0).to(like) for size in sizes]).sum()
+    if len({size.dtype for size in sizes}) > 1:
+        sizes = [size.to(like) for size in sizes]
+    return (torch.stack([*sizes]) * 0).sum().to(like)
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:

@@ -314,4 +314,4 @@ def _add_share(total: list[Part], new: list[Part], share: float) -> list[Part]:
 
 def _detached(aux: Any) -> Any:
     """Without its graph, which would keep the memory of the step."""
-    return pytree.tree_map_only(Tensor, Tensor.detach, aux)
+    return None if aux is None else pytree.tree_map_only(Tensor, Tensor.detach, aux)

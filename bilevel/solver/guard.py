@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from bilevel.solver.solver import Solver
 
 POLICIES = ("raise", "skip", "rollback")
-LARGE, SELDOM = 2**20, 10
+LARGE, SELDOM = 2**16, 10
 """A state with more numbers than this is copied before every tenth inner update, a smaller one before each."""
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
@@ -122,3 +123,12 @@ def _weight(mode: Respond, source: Tensor, plain: Tensor, all_of_them: Tensor) -
     else:
         change = all_of_them - plain
     return mode.register(plain, source, plain.new_ones(()).expand_as(plain), change)
+
+
+def is_mapped(x: Any) -> bool:
+    """Whether a tensor is one row of another, inside of ``torch.vmap``."""
+    while isinstance(x, Tensor) and is_functorch_wrapped_tensor(x):
+        if is_batchedtensor(x):
+            return True
+        x = get_unwrapped(x)
+    return False

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from bilevel.responding import Rows
-from bilevel.structure.slopes import Parts
+from bilevel.structure.slopes import Parts, row_products
 
 
 class ByRows(nn.Module, ABC):
@@ -108,7 +108,7 @@ class ByRows(nn.Module, ABC):
         shift = shift.to(self.factor.dtype)
         scales: tuple[Tensor, ...]
         if slope_only or (len(shift) * self.factor.shape[1] > 2**16 and shift.ndim > 1 and not shift.requires_grad):
-            scales = Parts.apply(shift, self.factor, self.counts, slope_only)  # type: ignore[no-untyped-call]
+            scales = Parts.apply(shift, self.factor, self.counts, slope_only)
         else:
             scales = (shift @ self.factor).split(self.counts, dim=-1)
         return {
@@ -145,7 +145,7 @@ class ByRows(nn.Module, ABC):
         for index, (name, count) in enumerate(zip(self.names, self.counts, strict=True)):
             if name in cotangents:
                 c, r = cotangents[name].to(self.factor.dtype), self.template(index, weights[name])
-                sums.append((c.reshape(count, 1, -1) @ r.reshape(count, -1, 1)).reshape(count))
+                sums.append(row_products(c.reshape(count, -1), r.reshape(count, -1)))
             else:
                 sums.append(self.factor.new_zeros(count))
         return self.factor @ torch.cat(sums)

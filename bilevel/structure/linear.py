@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C import DisableTorchFunction
 
 from bilevel.layouts import FIRST
 from bilevel.responding import NoExamples, NoRule
@@ -51,7 +52,23 @@ def bilinear(
     Raises:
         NoRule: If the rows lie elsewhere in the weight.
         NoExamples: If the input has no dimension of examples.
-    """
+    """  # noqa: DOC502
+    with DisableTorchFunction():  # nothing in here is for another mode, and modes take time
+        return _bilinear(mode, function, op, x, weight, bias, axis=axis, out=out, into=into)
+
+
+def _bilinear(
+    mode: Respond,
+    function: Any,
+    op: Callable[..., Tensor],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    axis: int,
+    out: int | None,
+    into: int | None,
+) -> Tensor:
     if mode.responds(x) and not mode.spread(x):
         raise NoRule(mode.refusal(mode.name(x), function, "in the place of an activation"))
     x = mode.activation(x)
@@ -110,14 +127,14 @@ def bilinear(
             response = shifted(None if tangent is None else op(tangent, weight, None))
             product = op(value, weight, None)
         else:
-            response, product = Both.apply(tangent, value, weight)  # type: ignore[no-untyped-call]
+            response, product = Both.apply(tangent, value, weight)
             response = shifted(response)
         response = factor * product if response is None else torch.addcmul(response, factor, product)
         return result(mode.join(product if offset is None else (product + offset).to(product.dtype), response))
     product = op(value, weight, None)
     if mode.slope_only and product.numel() >= LARGE:
         y = product if offset is None else product + offset
-        y = Slopes.apply(y.to(product.dtype), product, factor, shifted(None))  # type: ignore[no-untyped-call]
+        y = Slopes.apply(y.to(product.dtype), product, factor, shifted(None))
         return result(y)
     offset = shifted(offset)
     y = (1 + factor) * product if offset is None else torch.addcmul(offset, 1 + factor, product)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, final
-from weakref import WeakValueDictionary
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -31,20 +31,22 @@ class Origins:
 
     def __init__(self, inputs: Any) -> None:
         """Start with the inputs of the network, in any nesting."""
-        # Weak: memory that the network frees is free, and the number of a tensor is forgotten with it.
-        self._given: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
-        self._constant: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
+        # Weak: memory that the network frees is free. The number of a tensor may then be that of another one.
+        self._given: dict[int, ref[Tensor]] = {}
+        self._constant: dict[int, ref[Tensor]] = {}
         for leaf in leaves(inputs):
             if isinstance(leaf, Tensor):
-                self._given[id(leaf)] = leaf
+                self.note(leaf)
 
     def from_inputs(self, x: Tensor) -> bool:
         """Whether a tensor depends on the inputs, as far as that is known."""
-        return id(x) not in self._constant if _is_real(x) else id(x) in self._given
+        real = _is_real(x)
+        found = (self._constant if real else self._given).get(id(x))
+        return real if found is None or found() is not x else not real
 
     def note(self, x: Tensor) -> None:
         """Count a tensor among those that come from the inputs."""
-        self._given[id(x)] = x
+        self._given[id(x)] = ref(x)
 
     def follow(self, function: Any, arguments: list[Any], result: Any) -> None:
         """Note where the result of an operation comes from.
@@ -63,7 +65,7 @@ class Origins:
         for x in (result,) if isinstance(result, Tensor) else result if isinstance(result, tuple | list) else ():
             if isinstance(x, Tensor):
                 if _is_real(x) != comes:
-                    (self._given if comes else self._constant)[id(x)] = x
+                    (self._given if comes else self._constant)[id(x)] = ref(x)
                 elif comes and self._constant:  # changed in place perhaps
                     self._constant.pop(id(x), None)
 

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
+from torch._C import DisableTorchFunction
 from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -29,7 +29,7 @@ from typing_extensions import override
 
 from bilevel.layouts import FIRST, Layout, Layouts
 from bilevel.responding import NoExamples, NoRule, Rows
-from bilevel.structure.by_example import SMALL, by_example
+from bilevel.structure.by_example import SMALL, by_example, is_mapped
 from bilevel.structure.origins import Origins
 from bilevel.structure.weights import Term, Weight
 
@@ -57,8 +57,11 @@ READS = (
 DERIVATIVES = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 """What does not see a response that is kept as a tangent beside a value."""
 
-FLAT = frozenset({Tensor, nn.Parameter, bool, int, float, str, type(None)})
+FLAT = frozenset({Tensor, nn.Parameter, bool, int, float, str, type(None), torch.dtype, torch.device})
 """What holds no tensors inside."""
+
+PROPERTIES = frozenset(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "requires_grad"))
+"""What any tensor may be asked, and most often is."""
 
 R = TypeVar("R", bound=Rule)
 
@@ -71,6 +74,11 @@ def rule(*functions: Any) -> Callable[[R], R]:
 
     Returns:
         A decorator for a function of the :class:`Respond` mode, the operation and its arguments.
+
+    Example:
+        >>> @bilevel.structure.rule(torch.ops.mine.project)  # doctest: +SKIP
+        ... def project(mode, function, x, weight):
+        ...     return bilevel.structure.linear.bilinear(mode, function, function, x, weight, None, axis=-1, out=0)
     """
 
     def register(function: R) -> R:
@@ -118,6 +126,8 @@ class Respond(TorchFunctionMode):
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Apply a rule, or the operation itself if no responding weight takes part in it."""
+        if func in PROPERTIES:
+            return func(*args)
         kwargs = kwargs or {}
         if self.linearized and func in DERIVATIVES:
             raise NoRule(
@@ -126,21 +136,24 @@ class Respond(TorchFunctionMode):
                 "method='centered_stn', or compute them in the loss."
             )
         leaves = _leaves(args, kwargs)
-        names = [self._responding[id(leaf)].name for leaf in leaves if self.responds(leaf)]
-        if not names:
+        responding = self._responding
+        name = next((responding[id(leaf)].name for leaf in leaves if id(leaf) in responding), None)
+        if name is None:
             result = func(*args, **kwargs)
-            self.origins.follow(func, leaves, result)
-        elif func in READS or getattr(func, "__name__", "") == "__get__":
-            result = func(*args, **kwargs)
-            if isinstance(result, Tensor):  # .shape may be read; .T needs a rule
-                result = self._ruled(func, args, kwargs, names[0])
-        else:
-            result = self._ruled(func, args, kwargs, names[0])
-        self.layouts.follow(func, args, kwargs, leaves, result)
+            with DisableTorchFunction():  # what follows is no operation of the network, and needs no mode
+                self.origins.follow(func, leaves, result)
+                self.layouts.follow(func, args, kwargs, leaves, result)
+            return result
+        reads = func in READS or getattr(func, "__name__", "") == "__get__"
+        result = func(*args, **kwargs) if reads else None
+        if not reads or isinstance(result, Tensor):  # .is_leaf may be read; .T needs a rule
+            result = self._ruled(func, args, kwargs, leaves, name)
+        with DisableTorchFunction():
+            self.layouts.follow(func, args, kwargs, leaves, result)
         return result
 
-    def _ruled(self, func: Any, args: Any, kwargs: Any, name: str) -> Any:
-        if any(map(_is_mapped, _leaves(args, kwargs))):
+    def _ruled(self, func: Any, args: Any, kwargs: Any, leaves: Sequence[Any], name: str) -> Any:
+        if any(map(is_mapped, leaves)):
             raise NoExamples(self.refusal(name, func, "inside of torch.vmap"))
         try:
             if func not in RULES:
@@ -384,12 +397,3 @@ class Respond(TorchFunctionMode):
             f"each example. Pass perturb='batch' to the method, leave the weight out (structure={{{name!r}: 'none'}}), "
             "or teach the library the operation with bilevel.structure.rule."
         )
-
-
-def _is_mapped(x: Any) -> bool:
-    """Whether a tensor is one row of another, inside of ``torch.vmap``."""
-    while isinstance(x, Tensor) and is_functorch_wrapped_tensor(x):
-        if is_batchedtensor(x):
-            return True
-        x = get_unwrapped(x)
-    return False

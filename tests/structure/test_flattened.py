@@ -57,6 +57,56 @@ def test_rows_in_another_order_are_refused():
         run(net, weights, theta, noise, torch.randn(3, 2, 4), linearized=False)
 
 
+TWICE = {
+    "chunk": lambda z: z.chunk(2),
+    "split": lambda z: z.split([len(z) // 2, len(z) // 2]),
+    "slices": lambda z: (z[: len(z) // 2], z[len(z) // 2 :]),
+    "view": lambda z: z.view(2, -1, z.shape[-1]).unbind(0),
+    "narrow": lambda z: (z.narrow(0, 0, len(z) // 2), z.narrow(0, len(z) // 2, len(z) // 2)),
+}
+
+
+class Siamese(nn.Module):
+    """Two inputs through one network, in one batch of twice the length."""
+
+    def __init__(self, apart, together=torch.cat):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 3)
+        self.apart, self.together = apart, together
+
+    def forward(self, x):
+        a, b = self.apart(self.second(torch.tanh(self.first(self.together([x, 2 * x])))))
+        return a * b
+
+
+@pytest.mark.parametrize("linearized", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("apart", TWICE)
+@pytest.mark.parametrize("together", [torch.cat, lambda parts: parts[0].repeat(2, 1) + 1], ids=["cat", "repeat"])
+def test_examples_that_are_there_twice_have_one_perturbation(together, apart, count, linearized):
+    torch.manual_seed(count)
+    net, x = Siamese(TWICE[apart], together), torch.randn(count, 4)
+    weights, theta, noise = setup(net, count)
+    fast = run(net, weights, theta, noise, x, linearized=linearized)
+    frozen = {name: weight.detach() for name, weight in weights.items()} if linearized else weights
+    compare(
+        fast, one_by_one(net, frozen, theta, noise, x, linearized=linearized), weights, theta, linearized=linearized
+    )
+
+
+@pytest.mark.parametrize(
+    "apart", [lambda z: (z[1:4], z[:3]), lambda z: z.split([1, 3, 2])[1:2] * 2], ids=["slice", "split"]
+)
+def test_a_part_that_does_not_begin_with_the_first_example_is_refused(apart):
+    torch.manual_seed(0)
+    net = Siamese(apart)
+    net.after = nn.Linear(3, 3)
+    net.forward = lambda x: net.after(apart(net.second(net.first(torch.cat([x, x]))))[0])
+    weights, theta, noise = setup(net, 3)
+    with pytest.raises(ValueError, match="does not count the 3 examples"):
+        run(net, weights, theta, noise, torch.randn(3, 4), linearized=False)
+
+
 class Windows(nn.Module):
     """As Swin: windows of images, a table of distances added to the scores, a mask, and back."""
 

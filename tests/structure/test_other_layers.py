@@ -7,7 +7,7 @@ from test_rules import STRUCTURES, compare, double_precision, one_by_one, run, s
 from torch import nn
 from torch.nn.utils import parametrizations
 
-from bilevel.autodiff import _Plain
+from bilevel.autodiff import _Forward
 from bilevel.plain import PLAIN
 from bilevel.problem.weight_norm import _ExactWeightNorm
 
@@ -118,7 +118,7 @@ def test_a_layer_is_one_for_each_example(kind, linearized, structure):
         weights, theta, noise = setup(net, count, structure)
         fast = run(net, weights, theta, noise, x, linearized=linearized)
         frozen = {name: weight.detach() for name, weight in weights.items()} if linearized else weights
-        with _ExactWeightNorm(), _Plain():  # without which PyTorch has no forward mode
+        with _ExactWeightNorm(), _Forward():  # without which PyTorch has no forward mode
             slow = one_by_one(net, frozen, theta, noise, x, linearized=linearized)
         compare(fast, slow, weights, theta, linearized=linearized)
 
@@ -143,7 +143,7 @@ def test_plain_operations_are_what_pytorch_computes(kind):
             return net(x)
 
     theirs = call()
-    with _Plain():
+    with _Forward():
         ours = call()
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
     slopes = [torch.autograd.grad(y.square().sum(), [*net.parameters()]) for y in (ours, theirs)]

@@ -9,13 +9,22 @@ from torch import nn
 
 import bilevel
 from bilevel.structure import linear
-from bilevel.structure.slopes import Both, Parts, Slopes
+from bilevel.structure.slopes import PIECE, Both, Parts, Slopes, row_products
 
 F64 = torch.float64
 
 
 def draw(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (1, 1), (5, 0), (7, 3), (3 * PIECE // 100, 100), (2, PIECE + 1)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_products_of_rows_in_pieces(shape, dtype):
+    left, right = draw(*shape).to(dtype), draw(*shape, seed=1).to(dtype)
+    expected = torch.einsum("rc,rc->r", left.double(), right.double())
+    tolerance = 1e-9 if dtype == F64 else 1e-2 * max(1, shape[1]) ** 0.5
+    torch.testing.assert_close(row_products(left, right).double(), expected, rtol=1e-2 * (dtype != F64), atol=tolerance)
 
 
 @given(st.integers(1, 4), st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(1, 4), st.data())

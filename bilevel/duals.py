@@ -1,0 +1,129 @@
+r"""Functions of dual numbers that PyTorch's forward mode computes slowly, by the formulas of their tangents.
+
+For ``x * y`` where one factor has no tangent, PyTorch multiplies the other one by a tensor of symbolic zeros, whose
+shape it finds out in Python: that takes 0.5 ms for the smallest tensor. The softmax, and norms with a scale, go through
+Python as well when their tangent is differentiated. Here a function of :math:`x + \varepsilon \dot x` is computed from
+value and tangent,
+
+.. math:: f(x + \varepsilon \dot x) = f(x) + \varepsilon\, \mathbf{J}_f(x)\, \dot x,
+
+and the tangent can be differentiated as often as its formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd import forward_ad
+
+
+def split(x: Any) -> tuple[Any, Tensor | None]:
+    """Value and tangent; anything else is a value."""
+    if not isinstance(x, Tensor) or is_functorch_wrapped_tensor(x):
+        return x, None
+    pair = forward_ad.unpack_dual(x)
+    return pair.primal, pair.tangent
+
+
+def join(value: Tensor, tangent: Tensor) -> Tensor:
+    """A dual number; the tangent is broadcast to the value."""
+    if tangent.dtype != value.dtype:
+        tangent = tangent.to(value.dtype)
+    dual: Tensor = forward_ad.make_dual(value, tangent if tangent.shape == value.shape else tangent.expand_as(value))
+    return dual
+
+
+def _product(function: Any, x: Any, y: Any, **options: Any) -> Any:
+    """A product: linear in either factor."""
+    (a, da), (b, db) = split(x), split(y)
+    if options or (da is None) == (db is None):
+        return function(x, y, **options)
+    return join(function(a, b), function(a, db) if da is None else function(da, b))
+
+
+def _quotient(function: Any, x: Any, y: Any, **options: Any) -> Any:
+    """Linear in the numerator."""
+    (a, da), (b, db) = split(x), split(y)
+    if options or da is None or db is not None:
+        return function(x, y, **options)
+    return join(function(a, b), function(da, b))
+
+
+def _sum(function: Any, x: Any, y: Any, **options: Any) -> Any:
+    (a, da), (b, db) = split(x), split(y)
+    tangent = db if da is None else da
+    if options or tangent is None or (da is not None and db is not None):
+        return function(x, y, **options)
+    return join(function(a, b), tangent)
+
+
+def _difference(function: Any, x: Any, y: Any, **options: Any) -> Any:
+    (a, da), (b, db) = split(x), split(y)
+    if options or (da is None) == (db is None):
+        return function(x, y, **options)
+    positive = (da is not None) != (function in REVERSED)
+    tangent = db if da is None else da
+    assert tangent is not None
+    return join(function(a, b), tangent if positive else -tangent)
+
+
+def _softmax(function: Any, *args: Any, **options: Any) -> Any:
+    r"""With :math:`s = \operatorname{softmax}(x)`, the tangent is :math:`s \odot (\dot x - s^\top \dot x)`."""
+    name = "input" if "input" in options else "self"
+    x = args[0] if args else options.get(name)
+    dim = args[1] if len(args) > 1 else options.get("dim")
+    value, tangent = split(x)
+    if tangent is None or not isinstance(dim, int):
+        return function(*args, **options)
+    shares = function(value, *args[1:], **options) if args else function(**options | {name: value})
+    weighted = shares * tangent.to(shares.dtype)
+    return join(shares, weighted - shares * weighted.sum(dim, keepdim=True))
+
+
+def _layer_norm(
+    function: Any, input: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Any:
+    """The scale and the shift apart from the norm."""
+    if (weight is None and bias is None) or split(input)[1] is None:
+        return function(input, normalized_shape, weight, bias, eps)
+    y = F.layer_norm(input, normalized_shape, None, None, eps)
+    y = y if weight is None else _product(torch.mul, y, weight)
+    return y if bias is None else _sum(torch.add, y, bias)
+
+
+def _group_norm(
+    function: Any, input: Tensor, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
+) -> Any:
+    """The layer norm of each group."""
+    if split(input)[1] is None or input.ndim < 2 or input.shape[1] % num_groups:
+        return function(input, num_groups, weight, bias, eps)
+    groups = input.reshape(len(input), num_groups, -1)
+    y = F.layer_norm(groups, groups.shape[-1:], None, None, eps).reshape(input.shape)
+    sizes = [-1, *[1] * (input.ndim - 2)]
+    y = y if weight is None else _product(torch.mul, y, weight.reshape(sizes))
+    return y if bias is None else _sum(torch.add, y, bias.reshape(sizes))
+
+
+def _table() -> dict[Any, Callable[..., Any]]:
+    names = {
+        _product: "mul multiply __mul__ __rmul__",
+        _quotient: "div divide true_divide __truediv__ __div__",
+        _sum: "add __add__ __radd__",
+        _difference: "sub subtract __sub__ rsub __rsub__",
+    }
+    found: dict[Any, Callable[..., Any]] = {}
+    for rule, functions in names.items():
+        for name in functions.split():
+            found |= {getattr(owner, name): rule for owner in (torch, Tensor) if hasattr(owner, name)}
+    found |= dict.fromkeys((torch.softmax, Tensor.softmax, F.softmax), _softmax)
+    return found | {F.layer_norm: _layer_norm, F.group_norm: _group_norm}
+
+
+REVERSED = (torch.rsub, Tensor.__rsub__)
+QUICK = _table()
+"""By function: called with the function and its arguments."""
