@@ -5,7 +5,7 @@ BIN := .venv/bin
 export PYTHONUTF8 := 1
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test fuzz faults docs linear cleaning fewshot format clean
+.PHONY: demo test fuzz faults docs linear cleaning fewshot wheel dist format clean
 
 demo: .venv/.demo  ## tune an MLP on scikit-learn's digits with three methods, against fixed hyperparameters and random search
 	$(BIN)/python -m applications.digits
@@ -42,12 +42,23 @@ cleaning: .venv/.demo  ## learn which training examples have wrong labels, on di
 fewshot: .venv/.demo  ## meta-learn an initialisation for sine curves: MAML, iMAML and baselines
 	$(BIN)/python -m applications.fewshot
 
+wheel: .venv/bin/python  ## wheel and sdist in dist/
+	$(PIP) build
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+
+dist: wheel  ## the same, and the README's code in a clean environment without this clone
+	rm -rf .venv-dist && $(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt dist/*.whl
+	cd / && "$(CURDIR)/.venv-dist/bin/python" "$(CURDIR)/tests/try_wheel.py" "$(CURDIR)/README.md"
+	rm -rf .venv-dist
+
 format: .venv/.test
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
 clean:
-	rm -rf .venv docs/_build .hypothesis .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-dist dist docs/_build .hypothesis .pytest_cache .mypy_cache .ruff_cache
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

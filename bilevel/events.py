@@ -25,6 +25,7 @@ import platform
 import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -50,6 +51,11 @@ class Record:
         events: All other events in order.
         end: The ``end`` event, if the run is over.
         skipped: Lines that are no events, such as one that a crash cut off.
+
+    Example:
+        >>> record = Record({"settings": {"seed": 0}}, [{"round": 1.0}], [math.nan], [], None, 0)
+        >>> record.settings, len(record.rows), record.end is None
+        ({'seed': 0}, 1, True)
     """
 
     start: dict[str, Any]
@@ -86,8 +92,8 @@ class Log:
         path.parent.mkdir(parents=True, exist_ok=True)
         if os.path.lexists(path) and not stat.S_ISREG(path.lstat().st_mode):
             raise ValueError(f"log: {path} is not a file; choose another name.")
-        flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
-        self._file = os.fdopen(os.open(path, flags, 0o666), "r+b", 0)
+        self._flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NOFOLLOW", 0)
+        self._file = os.fdopen(os.open(path, self._flags, 0o666), "r+b", 0)
         self._digest = hashlib.sha256()
         self._waiting = b""
         self.size = 0
@@ -135,6 +141,35 @@ class Log:
             The number of bytes and their SHA-256.
         """
         return {"bytes": self.size, "sha256": self._digest.copy().hexdigest()}
+
+    def restore(self) -> bool:
+        """Put the file back if somebody has removed it, or put another one at its name, which gets ``.damaged``.
+
+        What was written is still there as long as this log is open.
+
+        Returns:
+            Whether that was necessary.
+
+        Raises:
+            OSError: If the file cannot be made.
+        """  # noqa: DOC502
+        with suppress(FileNotFoundError):
+            if os.path.samestat(os.lstat(self.path), os.fstat(self._file.fileno())):
+                return False
+            os.replace(self.path, self.path.with_name(f"{self.path.name}.damaged"))
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        new = os.fdopen(os.open(self.path, self._flags | os.O_EXCL, 0o666), "r+b", 0)
+        try:
+            self._file.seek(0)
+            while chunk := self._file.read(1 << 20):
+                new.write(chunk)
+        except BaseException:
+            new.close()
+            self.path.unlink()
+            raise
+        self._file.close()
+        self._file = new
+        return True
 
     def sync(self) -> None:
         """Wait until the file is on the disk."""

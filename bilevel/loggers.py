@@ -28,6 +28,13 @@ class Logger(ABC):
 
     Attributes:
         every: Rounds between two rows; those with a full validation pass are always written.
+
+    Example:
+        >>> class Printed(Logger):
+        ...     def write(self, event, step, row):
+        ...         print(step, sorted(row))
+        >>> Printed(every=10).every
+        10
     """
 
     def __init__(self, every: int = 1) -> None:
@@ -107,7 +114,12 @@ class CSV(Logger):
 
 @final
 class TensorBoard(Logger):
-    """A TensorBoard log; hyperparameters are under ``hyper/``."""
+    """A TensorBoard log; hyperparameters are under ``hyper/``.
+
+    Example:
+        >>> logger = TensorBoard("runs/first")  # doctest: +SKIP
+        >>> bilevel.solve(problem, train, valid, callbacks=[logger])  # doctest: +SKIP
+    """
 
     def __init__(self, folder: str | Path, *, every: int = 1) -> None:
         """Write to this folder.
@@ -139,7 +151,12 @@ class TensorBoard(Logger):
 
 @final
 class WandB(Logger):
-    """A run of Weights & Biases."""
+    """A run of Weights & Biases.
+
+    Example:
+        >>> logger = WandB(project="tuning")  # doctest: +SKIP
+        >>> bilevel.solve(problem, train, valid, callbacks=[logger])  # doctest: +SKIP
+    """
 
     def __init__(self, run: Any = None, *, every: int = 1, **settings: Any) -> None:
         """Write to a run that is there, or start one.
@@ -168,7 +185,12 @@ class WandB(Logger):
 
 @final
 class MLflow(Logger):
-    """A run of MLflow: the active one, or a new one."""
+    """A run of MLflow: the active one, or a new one.
+
+    Example:
+        >>> logger = MLflow()  # doctest: +SKIP
+        >>> bilevel.solve(problem, train, valid, callbacks=[logger])  # doctest: +SKIP
+    """
 
     def __init__(self, *, every: int = 1, **settings: Any) -> None:
         """Start a run, unless one is active.

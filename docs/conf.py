@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +21,8 @@ author = "The bilevel authors"
 copyright = author
 version = release = bilevel.__version__
 
-extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.doctest", "sphinx.ext.viewcode", "mathml"]
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.doctest", "sphinx.ext.viewcode"]
+extensions += ["sphinx_gallery.gen_gallery", "backlinks", "mathml", "paper", "tables"]
 exclude_patterns = ["_build"]
 nitpicky = True
 # Types of other projects: linking to their pages would need the network.
@@ -48,8 +51,25 @@ html_title = f"bilevel {version}"
 html_math_renderer = "mathml"
 html_static_path = ["_static"]
 html_css_files = ["custom.css"]
+html_extra_path = ["llms.txt"]
 html_copy_source = False
 html_show_sphinx = False
+
+# The scripts in tutorials/ become the pages in gallery/. -D plot_gallery=0 does not run them.
+sphinx_gallery_conf = {
+    "examples_dirs": "tutorials",
+    "gallery_dirs": "gallery",
+    "within_subsection_order": "gallery.Order",
+    "image_scrapers": ("gallery.scraper",),
+    "reset_modules": ("gallery.prepare",),
+    "capture_repr": (),
+    "last_notebook_cell": "figure",
+    "min_reported_time": 3600,
+    "show_memory": False,
+    "show_signature": False,
+    "write_computation_times": False,
+    "abort_on_example_error": True,
+}
 
 
 def public_names() -> set[str]:
@@ -63,16 +83,39 @@ def public_names() -> set[str]:
     return top | functions
 
 
+WITHOUT_EXAMPLE = {"bilevel.structure.Respond"}
+"""Shown by the example of what makes it."""
+
+
+def has_example(name: str) -> bool:
+    """Whether the docstring of a class or function shows how it is used.
+
+    Returns:
+        Also True for what has no docstring of its own, such as data.
+    """
+    module, _, attribute = name.rpartition(".")
+    found = getattr(importlib.import_module(module), attribute, None)
+    return not (inspect.isclass(found) or inspect.isfunction(found)) or ">>>" in (inspect.getdoc(found) or "")
+
+
 def check_public_names(app: Sphinx, env: BuildEnvironment) -> None:
-    """Warn, and so fail the build, if the API page lacks a public name."""
+    """Warn, and so fail the build, if an API page lacks a public name, or the name an example."""
     from sphinx.util import logging
 
     objects = env.domains.python_domain.objects
-    documented = {name for name, entry in objects.items() if entry.docname == "api" and not entry.aliased}
+    documented = {name for name, entry in objects.items() if entry.docname.startswith("api/") and not entry.aliased}
+    kinds = {"class", "function", "exception"}
     for name in sorted(public_names() - documented):
-        logging.getLogger(__name__).warning("the public name %s is missing from the API page", name, location="api")
+        logging.getLogger(__name__).warning(
+            "the public name %s is missing from the API pages", name, location="api/index"
+        )
+    for name in sorted(documented - WITHOUT_EXAMPLE):
+        if objects[name].objtype in kinds and not has_example(name):
+            logging.getLogger(__name__).warning(
+                "%s has no example in its docstring", name, location=objects[name].docname
+            )
 
 
 def setup(app: Sphinx) -> None:
-    """Check the API page once all pages are read."""
+    """Check the API pages once all pages are read."""
     app.connect("env-check-consistency", check_public_names)

@@ -42,6 +42,11 @@ class Images(Regularizer):
         ranges: The upper end of each strength, and where it starts.
         mean: Of the standardisation of the inputs, one value per channel.
         std: Likewise.
+
+    Example:
+        >>> import bilevel
+        >>> sorted(bilevel.augment.images(only=["rotation", "shear"]).hyper)
+        ['augment.rotation', 'augment.shear']
     """
 
     ranges: Mapping[str, tuple[float, float]]

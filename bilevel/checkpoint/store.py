@@ -48,6 +48,8 @@ class Store:
         self._spare: Part | None = None
         if path.is_dir():
             raise CheckpointError(f"checkpoint: {path} is a folder; give the name of a file.")
+        if path.is_symlink():
+            raise CheckpointError(f"checkpoint: {path} is a symbolic link; give the name of the file itself.")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = Lock(path)

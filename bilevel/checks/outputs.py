@@ -233,8 +233,14 @@ def _cause(output: Tensor, kind: str) -> str:
 
 
 def _is_log_probability(output: Tensor, slope: Tensor | None = None) -> bool:
-    """Whether exponentials along one dimension add up to one, and the loss does not take them for logits."""
-    # A loss with a softmax of its own does: adding a constant changes nothing, so that its slope adds up to zero.
+    """Whether exponentials along one dimension add up to one.
+
+    A loss with a softmax of its own takes them for logits: a constant that is added there changes nothing, so that
+    ``slope``, its derivative, adds up to zero. That is as good as logits.
+
+    Returns:
+        The answer; no, if they are as good as logits.
+    """
     dims = {dim for dim in (1, output.ndim - 1) if 0 < dim < output.ndim and output.shape[dim] > 1}
     close = 1e-3 if output.dtype in (torch.float64, torch.float32) else 0.1
     found = [dim for dim in dims if bool((output.detach().float().logsumexp(dim).abs() < close).all())]

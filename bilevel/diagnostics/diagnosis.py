@@ -19,6 +19,10 @@ class Comparison(NamedTuple):
         cosine: Cosine of the angle between a and b; NaN if one of them is zero.
         norm_ratio: :math:`\|a\| / \|b\|`.
         relative_error: :math:`\|a - b\| / \|b\|`.
+
+    Example:
+        >>> Comparison(cosine=1.0, norm_ratio=0.5, relative_error=0.5).norm_ratio  # the right direction, half as long
+        0.5
     """
 
     cosine: float
@@ -56,6 +60,18 @@ class Diagnosis:
         excluded: Hyperparameters that are left out of everything above. The gradient of the inner loss has no
             derivative in them, so the reference cannot see them.
         meaning: What it means and what to try.
+
+    Example:
+        >>> import torch, bilevel
+        >>> problem = bilevel.Problem(
+        ...     {"w": torch.zeros(())},
+        ...     inner_loss=lambda model, hyper, batch: (model.params["w"] - hyper["target"]) ** 2,
+        ...     outer_loss=lambda model, hyper, batch: (model.params["w"] - 3) ** 2,
+        ...     hyper={"target": bilevel.real(0.0)},
+        ... )
+        >>> found = bilevel.diagnose(bilevel.Solver(problem, method="implicit_exact"))
+        >>> round(found.cosine, 6), round(found.norm_ratio, 6)
+        (1.0, 1.0)
     """
 
     method: str

@@ -32,6 +32,11 @@ class Hyper:
         high: Upper end of the domain.
         discrete: Whether natural values are rounded, without a gradient.
         shared: Whether all examples of a batch share one perturbation. Other hyperparameters may have one for each.
+
+    Example:
+        >>> rate = interval(0.0, 0.9, init=0.3)
+        >>> rate.natural(torch.tensor(0.0)), rate.unconstrained(torch.tensor(0.45))
+        (tensor(0.4500), tensor(0.))
     """
 
     init: Tensor

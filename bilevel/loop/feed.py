@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from types import ModuleType
 from typing import Any, final
 
-import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader
 
 from bilevel.arguments import length
-from bilevel.checkpoint import CheckpointError
+from bilevel.loop.sources import (
+    FUNCTIONS,
+    generators,
+    get_global,
+    keeps_what_it_draws,
+    numbers,
+    options,
+    restore,
+    set_global,
+    set_numbers,
+    state_of,
+)
 from bilevel.parallel import Shared
 from bilevel.rng import Stream
-from bilevel.solver.code import code_of, digest, sample
+from bilevel.solver.code import digest, sample
 
 
 class Feed:
@@ -47,6 +55,7 @@ class Feed:
         self._source = loader.loader if isinstance(loader, Shared) else self.loader
         self._stateful = kept and name == "train" and _is_stateful(self.loader)
         self._length = length(self.loader)
+        self._first_numbers, self._moving = self._numbers(), set[str]()
         self._given = 0
         self._iterator: Any = None
         self._start: dict[str, Any] = self._now()
@@ -87,7 +96,7 @@ class Feed:
                 self._random = self._random or (
                     watched and digest(before) != digest([torch.get_rng_state(), *get_global()])
                 )
-                self._draws = self._draws or (self._random and _keeps_what_it_draws(self._source))
+                self._draws = self._draws or (self._random and keeps_what_it_draws(self._source))
                 if self._kept and self._given == 1:
                     self._first = digest(batch)
                 if self._kept:
@@ -114,7 +123,8 @@ class Feed:
         state: dict[str, Any] = {"passes": self.passes, "given": self._given, "start": self._start}
         state |= {"first": self._first, "options": self._options, "draws": self._draws}
         state |= {"batches": self._batches, "random": self._random}
-        state["generators"] = [_state_of(generator) for generator in generators(self._source)]
+        state["generators"] = [state_of(generator) for generator in generators(self._source)]
+        state["numbers"] = {"first": self._first_numbers, "now": self._numbers(), "moving": self._moved()}
         if self._stateful:
             state["loader"] = self.loader.state_dict()  # type: ignore[attr-defined]
         return state
@@ -130,7 +140,8 @@ class Feed:
             What is wrong with the loader, if it gives other batches; None if nothing is.
         """
         self.passes, self._first, self._draws = state["passes"], state["first"], state["draws"]
-        problem = self._other_options(state["options"])
+        problem = self._other_options(state["options"]) or self._other_numbers(state["numbers"])
+        self._moving = set(state["numbers"]["moving"])
         if problem is not None and not changed:
             return problem
         problem = None
@@ -145,7 +156,8 @@ class Feed:
         if problem is not None and changed:
             self._given, self._iterator, self.passes = 0, None, state["passes"]
         for generator, saved in zip(generators(self._source), state["generators"], strict=False):
-            _restore(generator, saved)
+            restore(generator, saved)
+        self._set_numbers(state["numbers"]["now"])
         if self._draws and self._given and not self._stateful:
             self.doubt = (
                 f"{self.name} draws from the random numbers of torch, numpy or random in the middle of a pass, which "
@@ -172,9 +184,29 @@ class Feed:
                 return f"{self.name}: {name} {values}"
         return None
 
+    def _other_numbers(self, before: dict[str, Any]) -> str | None:
+        """What changed about the attributes of data set and sampler."""
+        for name, old in before["first"].items():
+            new = self._first_numbers.get(name, old)
+            if old != new and name not in before["moving"]:
+                return f"{self.name}: {name} was {old}, this call has {new}"
+        return None
+
+    def _numbers(self) -> dict[str, int]:
+        return numbers(self._source) if self._kept and not self._stateful else {}
+
+    def _moved(self) -> list[str]:
+        """The names of those numbers that are others than they were at first."""
+        now = self._numbers()
+        return sorted(self._moving | {name for name, first in self._first_numbers.items() if now.get(name) != first})
+
+    def _set_numbers(self, values: dict[str, int]) -> None:
+        moved = self._moved()
+        set_numbers(self._source, {name: value for name, value in values.items() if name in moved})
+
     def _start_again(self, given: int, batches: str) -> None:
         """Begin the present pass anew, with other workers, and go to where it was."""
-        before = self._now()
+        before = self._now()  # a loader whose workers are gone has drawn nothing since
         self._go_to(self._start)
         self._given, self._iterator = 0, None
         for _ in range(given):
@@ -190,7 +222,8 @@ class Feed:
             self.loader.order.load_state_dict(states["order"])
         set_global(states["global"])
         for generator, saved in zip(generators(self._source), states["generators"], strict=True):
-            _restore(generator, saved)
+            restore(generator, saved)
+        self._set_numbers(states["numbers"])
 
     def _read_again(self, state: dict[str, Any]) -> str | None:
         """Draw the batches of the pass that was under way; of one that was over, the first one."""
@@ -215,9 +248,10 @@ class Feed:
     def _now(self) -> dict[str, Any]:
         if not self._kept:
             return {}
-        own = [_state_of(generator) for generator in generators(self._source)]
+        own = [state_of(generator) for generator in generators(self._source)]
         order = {"order": self.loader.order.state_dict()} if isinstance(self.loader, Shared) else {}
-        return {"stream": self.stream.state_dict(), "global": get_global(), "generators": own, **order}
+        found = {"stream": self.stream.state_dict(), "global": get_global(), "generators": own, **order}
+        return found | {"numbers": self._numbers()}
 
     def _end_pass(self) -> None:
         self.passes += 1
@@ -248,112 +282,6 @@ class Fresh:
             fresh: Iterator[Any] = loader._get_iterator()
             return fresh
         return iter(loader)
-
-
-FEW = 64
-"""Of longer lists, so many entries are searched for generators."""
-FUNCTIONS = ("collate_fn", "worker_init_fn", "transform")
-
-
-def options(loader: Any) -> dict[str, Any]:
-    """What is known about a loader without reading from it: its kind, its length, and the options of a DataLoader.
-
-    Returns:
-        Plain types.
-    """
-    found: dict[str, Any] = {"kind": type(loader).__name__}
-    if isinstance(loader, DataLoader):
-        data, sampler = loader.dataset, loader.sampler if loader.batch_sampler is not None else None
-        found |= {name: getattr(loader, name) for name in ("batch_size", "drop_last", "num_workers")}
-        found |= {"data set": type(data).__name__, "number of examples": length(data)}
-        found |= {"sampler": type(sampler).__name__, "batch_sampler": type(loader.batch_sampler).__name__}
-        found |= {name: code_of(getattr(loader, name)) for name in ("collate_fn", "worker_init_fn")}
-        found["transform"] = code_of(getattr(data, "transform", None))
-        if isinstance(data, TensorDataset):
-            found["content"] = sample(data.tensors)
-    elif isinstance(loader, list | tuple):
-        found["content"] = digest([sample(batch) for batch in loader[:: 1 + len(loader) // FEW]])
-    return found | {"number of batches": length(loader)}
-
-
-def _keeps_what_it_draws(loader: Any) -> bool:
-    """Whether random numbers that are drawn in the middle of a pass may decide about later batches of it.
-
-    Those that are drawn to make an example in the main process decide about the batch at hand only.
-
-    Returns:
-        The answer.
-    """
-    if isinstance(loader, DataLoader):
-        return loader.num_workers > 0 or isinstance(loader.dataset, IterableDataset)
-    return not isinstance(loader, list | tuple)
-
-
-def generators(loader: Any, depth: int = 6) -> list[Any]:
-    """The random generators that a loader, its samplers, its data set and their parts own.
-
-    Returns:
-        Those of torch, numpy and Python, each once.
-    """
-    found: list[Any] = []
-    seen: set[int] = set()
-    kinds = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-
-    def look(value: Any, left: int) -> None:
-        if isinstance(value, kinds):
-            if not any(value is other for other in found):
-                found.append(value)
-        elif left and id(value) not in seen and not isinstance(value, torch.Tensor | np.ndarray | type | ModuleType):
-            seen.add(id(value))
-            if isinstance(value, list | tuple):
-                parts = list(value[:FEW])
-            elif isinstance(value, dict):
-                parts = list(value.values())[:FEW]
-            else:
-                parts = list(getattr(value, "__dict__", {}).values())
-            for part in parts:
-                look(part, left - 1)
-
-    look(loader, depth)
-    return found
-
-
-def get_global() -> list[Any]:
-    """The states of numpy's and Python's own random numbers, as integers."""
-    return [_state_of(np.random.mtrand._rand), _state_of(random)]
-
-
-def set_global(states: list[Any]) -> None:
-    """Return to :func:`get_global`."""
-    for module, state in zip((np.random.mtrand._rand, random), states, strict=True):
-        _restore(module, state)
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if isinstance(generator, np.random.Generator):
-        return generator.bit_generator.state
-    if isinstance(generator, np.random.RandomState):
-        return generator.get_state(legacy=False)
-    version, numbers, rest = generator.getstate()
-    return {"version": version, "numbers": torch.tensor(numbers, dtype=torch.int64), "rest": rest}
-
-
-def _restore(generator: Any, state: Any) -> None:
-    try:
-        if isinstance(generator, torch.Generator):
-            generator.set_state(state)
-        elif isinstance(generator, np.random.Generator):
-            generator.bit_generator.state = state
-        elif isinstance(generator, np.random.RandomState):
-            generator.set_state(state)
-        else:
-            generator.setstate((state["version"], tuple(state["numbers"].tolist()), state["rest"]))
-    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
-        raise CheckpointError(
-            f"checkpoint: a random state does not fit {type(generator).__name__} ({error})."
-        ) from error
 
 
 def _is_stateful(loader: Any) -> bool:

@@ -221,6 +221,8 @@ class Keeper:
     def _flush(self) -> None:
         if self.log is not None:
             try:
+                if self.log.restore():
+                    self.warn(f"log: {self._place} was removed or replaced by somebody else, and has been put back.")
                 self.log.flush()
             except OSError as error:
                 warnings.warn(

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from bilevel.history import History
-from bilevel.loop.feed import Feed, get_global, set_global
+from bilevel.loop.feed import Feed
 from bilevel.loop.signal import Signal
 from bilevel.loop.solution import Best, Round, Solution
+from bilevel.loop.sources import get_global, set_global
 from bilevel.parallel import divided, whole
 from bilevel.solver import DivergenceError, OuterStep, Solver
 from bilevel.solver.state import live, streams

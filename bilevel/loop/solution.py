@@ -31,6 +31,12 @@ class Best:
         hyper: Hyperparameters in natural units.
         params: Weights by name.
         state_dict: Weights and buffers under the names of the user's module.
+
+    Example:
+        >>> import torch
+        >>> best = Best(3, 0.5, 0.25, {"decay": torch.tensor(0.1)}, {}, {})
+        >>> print(f"round {best.round}, validation loss {best.validation_loss}, decay {float(best.hyper['decay']):.1f}")
+        round 3, validation loss 0.5, decay 0.1
     """
 
     round: int
@@ -64,6 +70,18 @@ class Solution:
         stopped: Why the run ended: ``"steps"``, ``"epochs"``, ``"patience"``, ``"time"``, ``"callback"``,
             ``"interrupted"``, ``"terminated"``, ``"diverged"`` or ``"failed"``.
         solver: The solver, to go on or to look closer.
+
+    Example:
+        >>> import torch, bilevel
+        >>> problem = bilevel.Problem(
+        ...     {"w": torch.zeros(())},
+        ...     inner_loss=lambda model, hyper, batch: (model.params["w"] - hyper["target"]) ** 2,
+        ...     outer_loss=lambda model, hyper, batch: (model.params["w"] - 3) ** 2,
+        ...     hyper={"target": bilevel.real(0.0)},
+        ... )
+        >>> solution = bilevel.solve(problem, steps=5, warmup=0, progress=False)
+        >>> solution.stopped, len(solution.history), sorted(solution.hyper), sorted(solution.state_dict)
+        ('steps', 5, ['target'], ['w'])
     """
 
     hyper: dict[str, Tensor]
@@ -150,6 +168,12 @@ class Round:
         outer: The last outer step; None in the warm-up.
         validation_loss: Of the full validation pass, if there was one.
         inner_aux: What the inner loss last returned beside its value.
+
+    Example:
+        >>> def stop_when_good(round: Round) -> bool:
+        ...     return round.validation_loss is not None and round.validation_loss < 0.1
+        >>> stop_when_good.__annotations__["round"]
+        'Round'
     """
 
     solver: Solver

@@ -110,7 +110,7 @@ def solve(
         time_budget: Stop after that many seconds.
         checkpoint: A file that keeps the run, written after every full validation pass and at the end. If it is there
             already, the run goes on from it, as if it had never stopped. What callbacks gather is not kept. Beside it
-            are the log (``.jsonl``), the checkpoint before (``.1``) and a lock. See :doc:`runs`.
+            are the log (``.jsonl``), the checkpoint before (``.1``) and a lock. See :doc:`/guides/runs`.
         checkpoint_every: Write it also when that many seconds have passed since the last time.
         checkpoint_keep: How many checkpoints to keep; a damaged one is replaced by the one before, with a warning.
         resume: True refuses to go on if something changed between the calls, by name; ``"override"`` goes on with what
@@ -126,7 +126,7 @@ def solve(
         seed: Of the solver's own random streams; the global random state is not touched.
         distributed: Solve together with the other processes, if torchrun started several: each gets its share of the
             examples, and the first one writes and prints. False lets each process make a run of its own. See
-            :doc:`parallel`.
+            :doc:`/guides/parallel`.
 
     Returns:
         The solution. After an interrupt from the keyboard, the solution so far.

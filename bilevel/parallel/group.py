@@ -32,6 +32,11 @@ class Group:
         device: Of the tensors that are added up.
         index: Of the batch within a step, for the numbers that all processes draw alike.
         order: A checksum of the order in which batches were given out, the same in all processes.
+
+    Example:
+        >>> group = solver.group  # doctest: +SKIP
+        >>> if group is None or group.main:  # doctest: +SKIP
+        ...     print("once, in process 0")
     """
 
     def __init__(self, device: torch.device, control: Any, data: Any) -> None:

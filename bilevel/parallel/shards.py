@@ -200,6 +200,10 @@ def shard(net: nn.Module) -> nn.Module:
 
     Raises:
         RuntimeError: If there is one process only.
+
+    Example:
+        >>> net = bilevel.parallel.shard(nn.Linear(1000, 1000))  # doctest: +SKIP
+        >>> problem = bilevel.Problem(net, inner_loss=..., outer_loss=..., hyper=...)  # doctest: +SKIP
     """
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -234,6 +238,10 @@ class Shards:
 
     Attributes:
         parts: A sharded parameter for each of them, which an optimizer updates.
+
+    Example:
+        >>> with solver.gathered():  # doctest: +SKIP
+        ...     print(solver.params)  # whole weights, in all processes
     """
 
     def __init__(self, params: Sequence[nn.Parameter], like: Sequence[Any]) -> None:

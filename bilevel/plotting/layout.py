@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 WARMUP = "0.92"
 BEST = "0.25"
 PARAMETERS = {
-    "font.size": 9.0,
-    "axes.titlesize": 10.0,
+    "font.size": 10.0,
+    "axes.titlesize": 10.5,
     "axes.titlelocation": "left",
-    "axes.labelsize": 9.0,
+    "axes.labelsize": 9.5,
     "axes.labelcolor": "0.2",
     "axes.edgecolor": "0.4",
     "axes.linewidth": 0.8,
@@ -31,13 +31,13 @@ PARAMETERS = {
     "grid.linewidth": 0.6,
     "xtick.color": "0.3",
     "ytick.color": "0.3",
-    "xtick.labelsize": 8.0,
-    "ytick.labelsize": 8.0,
-    "lines.linewidth": 1.5,
+    "xtick.labelsize": 9.0,
+    "ytick.labelsize": 9.0,
+    "lines.linewidth": 1.7,
     "lines.markersize": 3.5,
     "lines.solid_capstyle": "round",
-    "legend.fontsize": 7.5,
-    "legend.title_fontsize": 7.5,
+    "legend.fontsize": 8.5,
+    "legend.title_fontsize": 8.5,
     "legend.frameon": True,
     "legend.framealpha": 0.8,
     "legend.edgecolor": "none",
@@ -134,6 +134,15 @@ def log_axis(axis: Axes, *, least: float = 3.0) -> None:
     Args:
         axis: To change; its lines are there already.
         least: The smallest ratio of its ends, so that a constant does not look like a change.
+
+    Example:
+        >>> import matplotlib.pyplot as plt
+        >>> figure, axis = plt.subplots()
+        >>> _ = axis.plot([1, 2, 3], [1e-4, 1e-3, 1e-2])
+        >>> log_axis(axis)
+        >>> axis.get_yscale()
+        'log'
+        >>> plt.close(figure)
     """
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
@@ -158,6 +167,14 @@ def label_rounds(axes: Sequence[Axes], label: str = "round") -> None:
     Args:
         axes: Those of one figure.
         label: The name.
+
+    Example:
+        >>> import matplotlib.pyplot as plt
+        >>> figure, axis = plt.subplots()
+        >>> label_rounds([axis])
+        >>> axis.get_xlabel()
+        'round'
+        >>> plt.close(figure)
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -180,6 +197,14 @@ def shade_warmup(axis: Axes, rounds: float, *, label: str | None = "warm-up") ->
         axis: To draw on.
         rounds: How many; none are not shaded.
         label: For the legend.
+
+    Example:
+        >>> import matplotlib.pyplot as plt
+        >>> figure, axis = plt.subplots()
+        >>> shade_warmup(axis, 10)
+        >>> len(axis.patches)
+        1
+        >>> plt.close(figure)
     """
     if rounds > 0:
         axis.axvspan(0, rounds, color=WARMUP, linewidth=0, zorder=0, label=label)
@@ -192,6 +217,14 @@ def mark_best(axis: Axes, round_: float | None, *, label: str | None = "best rou
         axis: To draw on.
         round_: Which; None is not marked.
         label: For the legend.
+
+    Example:
+        >>> import matplotlib.pyplot as plt
+        >>> figure, axis = plt.subplots()
+        >>> mark_best(axis, 42)
+        >>> len(axis.lines)
+        1
+        >>> plt.close(figure)
     """
     if round_ is not None:
         axis.axvline(round_, color=BEST, linestyle=(0, (1, 1.5)), linewidth=1.1, zorder=1.5, label=label)

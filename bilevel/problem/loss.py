@@ -13,7 +13,13 @@ LossFunction = Callable[[Model, Mapping[str, Tensor], Any], Any]
 
 
 class Loss(NamedTuple):
-    """A scalar loss, and whatever else the user's loss function returned with it."""
+    """A scalar loss, and whatever else the user's loss function returned with it.
+
+    Example:
+        >>> import torch
+        >>> Loss(torch.tensor(0.5), {"accuracy": 0.9}).aux
+        {'accuracy': 0.9}
+    """
 
     value: Tensor
     aux: Any

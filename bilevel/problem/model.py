@@ -16,6 +16,12 @@ class Model:
     Attributes:
         params: Trainable weights by name, for penalties. They are tensors, except where each example has weights of
             its own: then only :func:`l2` and :func:`l1` can read them.
+
+    Example:
+        >>> import torch
+        >>> model = Model({"w": torch.tensor([3.0, 4.0])}, lambda x: 2 * x)
+        >>> model(torch.tensor(1.0)), model.params["w"].square().sum()
+        (tensor(2.), tensor(25.))
     """
 
     def __init__(self, params: Mapping[str, Any], predict: Callable[..., Any] | None) -> None:

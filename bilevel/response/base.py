@@ -23,7 +23,15 @@ from bilevel.structure.dense import check_memory
 
 
 class Method(ABC):
-    """Settings of a method: a frozen dataclass that can be printed and compared, and holds no state."""
+    """Settings of a method: a frozen dataclass that can be printed and compared, and holds no state.
+
+    Example:
+        >>> import bilevel
+        >>> bilevel.METHODS["unrolled"] == bilevel.Unrolled(steps=20)
+        True
+        >>> isinstance(bilevel.DeltaSTN(entropy=1e-3), Method)
+        True
+    """
 
     @property
     def unrolled_steps(self) -> int:
@@ -95,6 +103,19 @@ class BestResponse(nn.Module, ABC):
         moves_weights: Whether the method differentiates the update of the weights, and not only the loss. Others cannot
             tune decoupled weight decay, and refuse it.
         advice: What to add to an error of PyTorch about a derivative that it lacks, in a term of :meth:`inner_loss`.
+
+    Example:
+        >>> import bilevel
+        >>> problem = bilevel.Problem(
+        ...     {"w": torch.ones(2)},
+        ...     inner_loss=lambda model, hyper, batch: (model.params["w"] - hyper["target"]).square().sum(),
+        ...     outer_loss=lambda model, hyper, batch: model.params["w"].sum(),
+        ...     hyper={"target": bilevel.real(1.0)},
+        ... )
+        >>> response = bilevel.Implicit(bilevel.Exact()).bind(problem)
+        >>> response.jacobian(problem.initial_hyper())
+        tensor([[1.],
+                [1.]])
     """
 
     report: dict[str, Tensor]

@@ -154,7 +154,7 @@ class _Walk:
         elif isinstance(value, type):
             self._class(value, depth + 1)
         elif isinstance(value, Namespace | SimpleNamespace) or dataclasses.is_dataclass(value):
-            own = _attributes(value)
+            own = attributes(value)
             own = own if self._read is None else {name: part for name, part in own.items() if name in self._read}
             self._collection(own, depth + 1)
         elif inspect.isroutine(value):
@@ -180,7 +180,7 @@ class _Walk:
             forward = inspect.getattr_static(type(part), "forward", None)
             if isinstance(part, torch.jit.ScriptModule):
                 self.add(str(part.code))
-            elif _of_user(forward):
+            elif of_user(forward):
                 self._bound(forward, part, depth)
 
     def _code(self, value: CodeType, depth: int, doc: str | None = None) -> None:
@@ -191,7 +191,7 @@ class _Walk:
                 self.see(constant, depth)
 
     def _function(self, value: FunctionType, depth: int) -> None:
-        if not _of_user(value):
+        if not of_user(value):
             self.add(value.__module__ or "", value.__qualname__)
             return
         self._code(value.__code__, depth, value.__doc__)
@@ -207,22 +207,22 @@ class _Walk:
     def _global(self, name: str, value: Any, names: set[str], depth: int) -> None:
         """What a function reads from its module: the user's functions, and values."""
         if isinstance(value, ModuleType):
-            if _of_user(value):
+            if of_user(value):
                 for inside in sorted(names):
                     if inside in vars(value):
                         self._global(inside, vars(value)[inside], set(), depth)
-        elif not callable(value) or _of_user(value):
+        elif not callable(value) or of_user(value):
             self.add(name)
             self.see(value, depth)
 
     def _bound(self, function: Any, owner: Any, depth: int) -> None:
         """A method, with the attributes of its object that it reads, and the methods that it calls."""
-        if not isinstance(function, FunctionType) or not _of_user(function):
+        if not isinstance(function, FunctionType) or not of_user(function):
             return
         self.see(function, depth)
         if isinstance(owner, type):
             return
-        own = _attributes(owner)
+        own = attributes(owner)
         for name in sorted(_names(function.__code__) | {"__call__"}):  # which has no name where it is called
             if name in own:
                 if name != "training" and not isinstance(own[name], nn.Module):
@@ -233,7 +233,7 @@ class _Walk:
                     self._bound(called, owner, depth + 1)
 
     def _class(self, value: type, depth: int) -> None:
-        if _of_user(value):
+        if of_user(value):
             for name, entry in sorted(vars(value).items()):
                 entry = entry.__func__ if isinstance(entry, staticmethod | classmethod) else entry
                 if isinstance(entry, FunctionType | bool | int | float | str) and not name.startswith("__"):
@@ -252,8 +252,15 @@ class _Walk:
                 self.see(entry, depth)
 
 
-def _of_user(value: Any) -> bool:
-    """Whether it was written by the user, and not installed."""
+def of_user(value: Any) -> bool:
+    """Whether it was written by the user, and not installed.
+
+    Args:
+        value: A function, a class or a module.
+
+    Returns:
+        The answer.
+    """
     if isinstance(value, FunctionType):
         place = value.__code__.co_filename
     else:
@@ -269,7 +276,12 @@ def _names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*inside)
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def attributes(value: Any) -> dict[str, Any]:
+    """Those of an object, also of one with slots.
+
+    Returns:
+        By name.
+    """
     slots = {name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if isinstance(name, str)}
     found = {name: getattr(value, name) for name in sorted(slots) if hasattr(value, name) and name != "__dict__"}
     return found | dict(getattr(value, "__dict__", {}))

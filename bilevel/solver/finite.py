@@ -25,13 +25,33 @@ class DivergenceError(RuntimeError):
 
     Attributes:
         solution: The solution so far, if the error left :func:`bilevel.solve`.
+
+    Example:
+        >>> import torch, bilevel
+        >>> problem = bilevel.Problem(
+        ...     {"w": torch.ones(())},
+        ...     inner_loss=lambda model, hyper, batch: (model.params["w"] - hyper["a"]) ** 2 * float("nan"),
+        ...     outer_loss=lambda model, hyper, batch: model.params["w"] ** 2,
+        ...     hyper={"a": bilevel.real(1.0)},
+        ... )
+        >>> try:
+        ...     bilevel.solve(problem, steps=2, progress=False)
+        ... except DivergenceError as error:
+        ...     print(str(error)[:21])
+        the inner loss is nan
     """
 
     solution: Solution | None = None
 
 
 class NotFiniteWarning(UserWarning):
-    """A step was not finite and was left out, because ``on_nan`` is ``"skip"`` or ``"rollback"``."""
+    """A step was not finite and was left out, because ``on_nan`` is ``"skip"`` or ``"rollback"``.
+
+    Example:
+        >>> import warnings
+        >>> warnings.simplefilter("error", NotFiniteWarning)  # to end a run at the first bad step
+        >>> warnings.simplefilter("default", NotFiniteWarning)
+    """
 
 
 class NotFinite(Exception):

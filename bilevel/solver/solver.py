@@ -116,7 +116,7 @@ class Solver:
                 for the device in every step.
             max_bad_steps: With ``"skip"`` and ``"rollback"``, raise after more bad steps in a row.
             seed: Of the solver's own random streams.
-            distributed: Solve together with the other processes, if torchrun started several; see :doc:`parallel`.
+            distributed: Solve together with the processes that torchrun started; see :doc:`/guides/parallel`.
 
         Raises:
             TypeError: If ``problem`` is not a problem, or the method does not make a response.

@@ -28,6 +28,18 @@ class OuterStep:
         report: What the method says about it, such as the residual of its linear system.
         aux: What the outer loss returned beside its value.
         inner_losses: Those of the inner steps that the method made itself; empty if it made none.
+
+    Example:
+        >>> import torch, bilevel
+        >>> problem = bilevel.Problem(
+        ...     {"w": torch.zeros(())},
+        ...     inner_loss=lambda model, hyper, batch: (model.params["w"] - hyper["target"]) ** 2,
+        ...     outer_loss=lambda model, hyper, batch: (model.params["w"] - 3) ** 2,
+        ...     hyper={"target": bilevel.real(0.0)},
+        ... )
+        >>> step = bilevel.Solver(problem, method="implicit_exact").outer_step()
+        >>> step.loss, step.hypergradient, step.direct
+        (tensor(9.), tensor([-6.]), tensor([0.]))
     """
 
     loss: Tensor

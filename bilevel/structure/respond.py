@@ -74,6 +74,11 @@ def rule(*functions: Any) -> Callable[[R], R]:
 
     Returns:
         A decorator for a function of the :class:`Respond` mode, the operation and its arguments.
+
+    Example:
+        >>> @bilevel.structure.rule(torch.ops.mine.project)  # doctest: +SKIP
+        ... def project(mode, function, x, weight):
+        ...     return bilevel.structure.linear.bilinear(mode, function, function, x, weight, None, axis=-1, out=0)
     """
 
     def register(function: R) -> R:

@@ -28,6 +28,12 @@ class Report:
         method: The method that was checked.
         passed: Names of the checks that hold.
         failed: The others, with what went wrong.
+
+    Example:
+        >>> import bilevel
+        >>> print(Report(bilevel.STN(), ["value"], {"jacobian": "AssertionError: 2 is not 3"}))
+        STN(...): 1 of 2 checks passed
+          jacobian: AssertionError: 2 is not 3
     """
 
     method: Method

@@ -10,6 +10,7 @@ import warnings
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from examples import batches, network
@@ -17,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import ConstantLR, LambdaLR, LinearLR, SequentialLR, StepLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import bilevel
 
@@ -82,6 +83,24 @@ def data(seed=0, examples=20, shift=0.0, **options):
     x, y = (torch.cat(parts) for parts in zip(*batches(count=examples // 5, seed=seed), strict=True))
     settings = {"batch_size": 5, "shuffle": True}
     return DataLoader(TensorDataset(x + shift, y), **{**settings, **options})
+
+
+class Own(Dataset):
+    """A data set of the user's, with content as an array and settings as numbers."""
+
+    def __init__(self, last=0.0, ahead=0):
+        self.x, self.ahead = np.linspace(0, 1, 60, dtype=np.float32).reshape(20, 3), ahead
+        self.x[-1] += last
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, index):
+        return self.x[index], self.x[min(index + self.ahead, 19), :1]
+
+
+def own(*args):
+    return DataLoader(Own(*args), 5, shuffle=True)
 
 
 def collate(examples):
@@ -164,6 +183,8 @@ CHANGES = {
     "batch size of the validation set": ({}, {"valid": data(1, batch_size=10, shuffle=False)}),
     "training data": ({}, {"train": data(2)}),
     "training data, a later batch": ({"train": batches()}, {"train": [*batches()[:1], *batches(seed=2)[1:]]}),
+    "an array of your own data set": ({"train": own()}, {"train": own(1.0)}),
+    "a whole number of your own data set": ({"train": own()}, {"train": own(0.0, 1)}),
     "one more batch of data": (
         {"train": data(0, shuffle=False)},
         {"train": data(0, examples=25, shuffle=False)},

@@ -3,6 +3,7 @@
 import argparse
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -19,7 +20,7 @@ import bilevel
 import bilevel.report.find
 from bilevel import events
 from bilevel.checkpoint import load
-from bilevel.interrupts import Waiting
+from bilevel.interrupts import Waiting, safe_point
 from bilevel.loop.ending import Ending
 
 
@@ -75,6 +76,7 @@ GROUPS = [
     pytest.param(signal.SIGUSR1, "fork", marks=pytest.mark.slow),
     pytest.param(signal.SIGINT, "fork", marks=pytest.mark.slow),
     pytest.param(signal.SIGTERM, "spawn", marks=pytest.mark.slow),
+    pytest.param(signal.SIGINT, "spawn", marks=pytest.mark.slow),
 ]
 
 
@@ -191,6 +193,25 @@ class TestErrors:
         assert record.end["stopped"] == ("interrupted" if number == signal.SIGINT else "terminated")
         assert load(file)["rounds"] == len(record.rows) >= 3
         assert_same(result(with_workers(file, context)), result(with_workers(None, context)))
+
+    @pytest.mark.skipif(not hasattr(signal, "SIGCHLD"), reason="no SIGCHLD")
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+    @pytest.mark.parametrize("inside", [True, False])
+    def test_workers_that_die_while_a_step_is_made(self, number, inside):
+        """PyTorch's handler would raise at the end of the step, and the round would be lost."""
+        former = signal.signal(signal.SIGCHLD, lambda *_: 1 / 0)
+        try:
+            with Ending(True) as ending:
+                with Waiting():
+                    for one in (number, signal.SIGCHLD):
+                        signal.raise_signal(one)
+                    if inside:
+                        safe_point()
+                assert ending.reason == ("interrupted" if number == signal.SIGINT else "terminated")
+            with pytest.raises(ZeroDivisionError):
+                signal.raise_signal(signal.SIGCHLD)
+        finally:
+            signal.signal(signal.SIGCHLD, former)
 
     @pytest.mark.parametrize("reason", [signal.SIGTERM, signal.SIGINT])
     def test_workers_that_got_the_signal_too(self, tmp_path, reason):
@@ -402,3 +423,41 @@ def test_of_the_options_of_a_program_those_count_that_the_loss_reads(tmp_path):
     assert len(solve(steps=5, smooth=1.0).history) == 5
     with pytest.raises(bilevel.CheckpointError, match="inner_loss"):
         solve(steps=7, smooth=2.0)
+
+
+class TestWhatOthersDoMeanwhile:
+    """The log of a run that goes on."""
+
+    @pytest.mark.parametrize("kind", ["removed", "replaced", "the whole folder"])
+    def test_a_log_that_is_gone_is_put_back(self, tmp_path, kind):
+        file, log = tmp_path / "runs" / "run.pt", tmp_path / "runs" / "run.pt.jsonl"
+
+        def spoil():
+            if kind == "the whole folder":
+                shutil.rmtree(file.parent)
+            else:
+                log.unlink()
+            if kind == "replaced":
+                log.write_text("mine")
+
+        with pytest.warns(bilevel.CheckpointWarning, match=r"run\.pt\.jsonl was removed or replaced"):
+            run("implicit_identity", file, steps=8, callbacks=at(5, spoil))
+        assert len(events.read(log).rows) == 8
+        if kind == "replaced":
+            assert log.with_name("run.pt.jsonl.damaged").read_text() == "mine"
+        assert_same(result(run("implicit_identity", file)), result(run("implicit_identity")))
+
+
+def test_a_symbolic_link_is_not_replaced(tmp_path):
+    run("implicit_identity", tmp_path / "real.pt", steps=3)
+    before = (tmp_path / "real.pt").read_bytes()
+    (tmp_path / "run.pt").symlink_to(tmp_path / "real.pt")
+    for action in (lambda: run("implicit_identity", tmp_path / "run.pt"), lambda: saved(tmp_path / "run.pt")):
+        with pytest.raises(bilevel.CheckpointError, match=r"run\.pt is a symbolic link"):
+            action()
+    assert (tmp_path / "real.pt").read_bytes() == before
+    assert (tmp_path / "run.pt").is_symlink()
+
+
+def saved(file):
+    run("implicit_identity", steps=3).solver.save(file)

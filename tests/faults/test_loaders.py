@@ -8,7 +8,7 @@ import pytest
 import torch
 from examples import assert_same, batches
 from faulty import result, run
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, WeightedRandomSampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, TensorDataset, WeightedRandomSampler
 
 import bilevel
 
@@ -47,6 +47,50 @@ class Shuffling(IterableDataset):
                 place = buffer.pop(self.draw(len(buffer)))
                 yield X[place], Y[place]
         yield from ((X[place], Y[place]) for place in buffer)
+
+
+class Counting(IterableDataset):
+    """Another order in every pass, by a number that counts them."""
+
+    epoch = 0
+
+    def __iter__(self):
+        order = np.random.default_rng((7, self.epoch)).permutation(len(X))
+        self.epoch += 1
+        return ((X[place], Y[place]) for place in order)
+
+
+class ByEpoch(Sampler):
+    def __init__(self):
+        self.epoch = 0
+
+    def __len__(self):
+        return len(X)
+
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(self.epoch)
+        self.epoch += 1
+        return iter(torch.randperm(len(X), generator=generator).tolist())
+
+
+class Jitter:
+    """A transform with slots."""
+
+    __slots__ = ("generator",)
+
+    def __init__(self):
+        self.generator = random.Random(3)
+
+    def __call__(self):
+        return self.generator.random()
+
+
+def collating(generator):
+    def collate(examples):
+        x, y = zip(*examples, strict=True)
+        return torch.stack(x) + generator.random(), torch.stack(y)
+
+    return collate
 
 
 class Stateful:
@@ -90,6 +134,12 @@ LOADERS = {
     "weights": lambda: DataLoader(TensorDataset(X, Y), 5, sampler=WeightedRandomSampler(torch.ones(20), 20)),
     "an iterable": lambda: DataLoader(Shuffling(lambda size: 0), 5),
     "an iterable with a worker": lambda: DataLoader(Shuffling(random.randrange), 5, num_workers=1),
+    "a number that counts passes": lambda: DataLoader(Counting(), 5),
+    "a sampler that counts passes": lambda: DataLoader(TensorDataset(X, Y), 5, sampler=ByEpoch()),
+    "a generator in slots": lambda: DataLoader(Noisy(Jitter()), 5, shuffle=True),
+    "a generator in a closure": lambda: DataLoader(
+        TensorDataset(X, Y), 5, collate_fn=collating(np.random.default_rng(1))
+    ),
     "a list": lambda: batches(seed=0),
     "stateful": Stateful,
 }

@@ -44,6 +44,7 @@ OPTIMIZERS = {
     "adagrad": partial(torch.optim.Adagrad, lr=1e-3),
 }
 ENDINGS = ["step", "state_dict"]
+EVERYWHERE = "NaN and inf in the state: every site, every method, now and deferred, noticed and never saved"
 TRAIN, VALID = batches(seed=0), batches(seed=1)
 
 
@@ -112,11 +113,16 @@ def spoil(tensor, value):
     tensor.data.view(-1)[0] = value
 
 
-def check_site(method, site, value, deferred, ending, **changes):
-    """Spoil one entry after good rounds: it is noticed, and the state that comes back is a good one."""
+def started(method, deferred=False, **changes):
+    """After two good rounds."""
     solver = make(method, deferred, **changes)
     for index in range(2):
         round_of(solver, index)
+    return solver
+
+
+def check_site(solver, site, value, ending):
+    """Spoil one entry after good rounds: it is noticed, and the state that comes back is a good one."""
     spoil(sites(solver)[site], value)
     if ending == "state_dict":
         with pytest.raises(DivergenceError):
@@ -127,14 +133,11 @@ def check_site(method, site, value, deferred, ending, **changes):
         with suppress(DivergenceError) if unread else pytest.raises((DivergenceError, LinearSolverError)):
             round_of(solver, 2)
     assert_good(solver.state_dict())
+
+
+def go_on(solver):
     solver.evaluate(VALID)
     round_of(solver, 3)
-
-
-def _sites_of(method, **changes):
-    solver = make(method, **changes)
-    round_of(solver)
-    return list(sites(solver))
 
 
 def hash_of(text):
@@ -144,21 +147,25 @@ def hash_of(text):
 @pytest.mark.parametrize("method", METHODS)
 def test_a_spoiled_state_is_noticed(method):
     """A sample: other sites, values and ways for each method."""
-    found = _sites_of(method)
-    for site in {"λ", *found[hash_of(method) % 5 :: 11]}:
+    solvers = [started(method, deferred) for deferred in (False, True)]
+    for site in {"λ", *list(sites(solvers[0]))[hash_of(method) % 5 :: 11]}:
         number = hash_of(method + site)
-        check_site(method, site, list(VALUES.values())[number % 3], number % 2 > 0, ENDINGS[number // 2 % 2])
+        check_site(solvers[number % 2], site, list(VALUES.values())[number % 3], ENDINGS[number // 2 % 2])
+        go_on(solvers[number % 2])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ending", ENDINGS)
 @pytest.mark.parametrize("deferred", [False, True])
-@pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("method", METHODS)
-def test_a_spoiled_state_is_noticed_everywhere(method, value, deferred, ending):
-    for site in _sites_of(method):
-        check_site(method, site, VALUES[value], deferred, ending)
-        tally("NaN and inf in the state: every site, every method, now and deferred, noticed and never saved", 1)
+def test_a_spoiled_state_is_noticed_everywhere(method, deferred):
+    """One solver lives through all of it."""
+    solver = started(method, deferred)
+    for site in sites(solver):
+        for value in VALUES.values():
+            for ending in ENDINGS:
+                check_site(solver, site, value, ending)
+        go_on(solver)
+        tally(EVERYWHERE, len(VALUES) * len(ENDINGS))
 
 
 @pytest.mark.parametrize("deferred", [False, True])
@@ -166,38 +173,39 @@ def test_a_spoiled_state_is_noticed_everywhere(method, value, deferred, ending):
 def test_a_spoiled_memory_of_every_optimizer_is_noticed(name, deferred):
     optimizer = OPTIMIZERS.get(name, Listing)
     changes = {"inner_optimizer": optimizer, "outer_optimizer": optimizer}
-    for site in [site for site in _sites_of("delta_stn", **changes) if site.startswith("optimizer")][::5]:
-        check_site("delta_stn", site, math.inf, deferred, "step", **changes)
+    solver = started("delta_stn", deferred, **changes)
+    for site in [site for site in sites(solver) if site.startswith("optimizer")][::5]:
+        check_site(solver, site, math.inf, "step")
+        go_on(solver)
 
 
 class Spoiled:
     """A loss that is spoiled when asked to: its value, or only its gradient."""
 
-    def __init__(self, loss, value, part):
-        self.loss, self.value, self.part, self.on = loss, value, part, False
+    def __init__(self, loss, part):
+        self.loss, self.part, self.value = loss, part, None
 
     def __call__(self, model, hyper, batch):
         loss = self.loss(model, hyper, batch)
-        if not self.on:
+        if self.value is None:
             return loss
         # The square root of zero has the value 0 and an infinite slope.
         return loss + self.value if self.part == "value" else loss + (loss * 0).sqrt() * math.copysign(1, self.value)
 
 
-def check_loss(method, level, value, part, deferred):
-    loss = Spoiled({"inner": inner_loss, "outer": outer_loss}[level], value, part)
-    solver = make(method, deferred, problem={f"{level}_loss": loss})
-    for index in range(2):
-        round_of(solver, index)
-    before = solver.state_dict()
-    loss.on = True
-    with pytest.raises((DivergenceError, LinearSolverError)):
+def check_loss(method, level, part, values, deferred):
+    loss = Spoiled({"inner": inner_loss, "outer": outer_loss}[level], part)
+    solver = started(method, deferred, problem={f"{level}_loss": loss})
+    for value in values:
+        before = solver.state_dict()
+        loss.value = value
+        with pytest.raises((DivergenceError, LinearSolverError)):
+            round_of(solver, 2)
+        loss.value = None
+        assert_good(solver.state_dict())
+        if level == "inner" and not deferred:
+            assert_same(solver.state_dict(), before)
         round_of(solver, 2)
-    loss.on = False
-    assert_good(solver.state_dict())
-    if level == "inner" and not deferred:
-        assert_same(solver.state_dict(), before)
-    round_of(solver, 2)
 
 
 LOSSES = [(level, part) for level in ("inner", "outer") for part in ("value", "gradient")]
@@ -208,18 +216,17 @@ LOSSES = [(level, part) for level in ("inner", "outer") for part in ("value", "g
 @pytest.mark.parametrize("method", METHODS)
 def test_a_loss_or_gradient_is_noticed(method, level):
     part, deferred = ["value", "gradient"][hash_of(method) % 2], hash_of(level + method) % 3 > 0
-    check_loss(method, level, list(VALUES.values())[hash_of(method + level) % 3], part, deferred)
+    check_loss(method, level, part, [list(VALUES.values())[hash_of(method + level) % 3]], deferred)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
-@pytest.mark.parametrize("value", VALUES)
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize(("level", "part"), LOSSES)
 @pytest.mark.parametrize("method", METHODS)
-def test_a_loss_or_gradient_is_noticed_everywhere(method, level, part, deferred, value):
-    check_loss(method, level, VALUES[value], part, deferred)
-    tally("NaN and inf in a loss or its gradient: both levels, every method, now and deferred, noticed", 1)
+def test_a_loss_or_gradient_is_noticed_everywhere(method, level, part, deferred):
+    check_loss(method, level, part, VALUES.values(), deferred)
+    tally("NaN and inf in a loss or its gradient: both levels, every method, now and deferred, noticed", len(VALUES))
 
 
 @pytest.mark.parametrize("rate", [1e30, 1e36])
@@ -246,8 +253,10 @@ def seldom(monkeypatch):
 @pytest.mark.usefixtures("seldom")
 @pytest.mark.parametrize("method", ["stn", "delta_stn", "implicit_cg", "unrolled"])
 def test_with_a_copy_before_every_tenth_update_nothing_more_is_missed(method):
-    for index, site in enumerate(["weights", *_sites_of(method)[hash_of(method) % 5 :: 9]]):
-        check_site(method, site, list(VALUES.values())[hash_of(site) % 3], False, ENDINGS[index % 2])
+    solver = started(method)
+    for index, site in enumerate(["weights", *list(sites(solver))[hash_of(method) % 5 :: 9]]):
+        check_site(solver, site, list(VALUES.values())[hash_of(site) % 3], ENDINGS[index % 2])
+        go_on(solver)
 
 
 @pytest.mark.usefixtures("seldom")
