@@ -9,7 +9,7 @@ The response :math:`\Theta` is learned from perturbed losses. For one perturbati
 :math:`\epsilon` its gradient is
 
 .. math:: \nabla_\Theta = \mathbf{J}^\top g\, \epsilon^\top
-   + (\mathbf{G} \Theta + \mathbf{B})\, \epsilon \epsilon^\top + \dots
+   + (\mathbf{G} \Theta + \mathbf{B})\, \epsilon \epsilon^\top + \ldots
 
 The first term has mean zero: it is noise, of order :math:`\sigma`. The second is the
 signal, of order :math:`\sigma^2`. So the smaller the perturbation, the more the noise
