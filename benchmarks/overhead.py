@@ -1,6 +1,7 @@
 """What Δ-STN costs over plain training: time, memory and FLOPs, and how they grow.
 
     python benchmarks/overhead.py --compile --out docs/results/overhead.txt --figure docs/_static/overhead.png
+    python benchmarks/overhead.py --read docs/results/overhead.txt --figure docs/_static/overhead.png  # draw it again
 
 One thread, one process. Plain training and the methods take turns, so that a busy machine slows all of them alike; a
 number is the median over the turns of a ratio. Rounds are those of the paper: five inner steps on batches of 128, then
@@ -10,6 +11,7 @@ an outer step. Plain training makes five steps of SGD on the same batches, with 
 from __future__ import annotations
 
 import argparse
+import re
 import statistics
 import time
 from collections.abc import Callable
@@ -165,7 +167,7 @@ def overhead(repeats: int, *, compile: bool) -> str:
     return "\n".join(lines)
 
 
-def growth(repeats: int) -> tuple[str, dict[str, list[tuple[int, float]]]]:
+def growth(repeats: int) -> str:
     """How cost grows with the number of hyperparameters, the batch and the width."""
     counts = [1, 10, 100, 1000]
     runs = {str(h): Task(mlp(), hyperparameters=h).tuned("delta_stn") for h in counts}
@@ -179,21 +181,53 @@ def growth(repeats: int) -> tuple[str, dict[str, list[tuple[int, float]]]]:
     lines.append("time over that with one hyperparameter:  " + _row(curves["hyperparameters"], "h"))
     lines.append("FLOPs over plain training:               " + _row(curves["batch"], "batch"))
     lines.append("                                         " + _row(curves["width"], "width"))
-    return "\n".join(lines), curves
+    return "\n".join(lines)
 
 
 def _row(curve: list[tuple[int, float]], name: str) -> str:
     return "   ".join(f"{name} {size}: {value:.2f}" for size, value in curve)
 
 
+ROW = re.compile(r"^(MLP|SimpleCNN) +(.+?) +(\d+\.\d+) +(\d+\.\d+) +(\d+\.\d+)$", re.MULTILINE)
+POINT = re.compile(r"(h|batch|width) (\d+): (\d+\.\d+)")
+SHOWN = {"stn": "stn", "centered_stn": "centered_stn", "delta_stn": "delta_stn", "paper": "delta_stn_paper"}
+"""The methods of the figure, and whose colours they have."""
+
+
 @bilevel.plotting.style()
-def draw(curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
-    """One panel per curve."""
-    figure, panels = bilevel.plotting.panels(3)
-    titles = {"hyperparameters": "time, h = 1 is 1", "batch": "FLOPs, plain is 1", "width": "FLOPs, plain is 1"}
-    for panel, (name, curve) in zip(panels, curves.items(), strict=True):
-        panel.plot(*zip(*curve, strict=True), marker="o", **bilevel.plotting.line("delta_stn"))
-        panel.set(xscale="log", xlabel=name, ylabel=titles[name], ylim=(0, None))
+def draw(text: str, path: Path) -> None:
+    """Draw what was printed: time, memory and FLOPs of both networks, and how cost grows."""
+    from matplotlib.ticker import NullLocator
+
+    figure, ((left, right), (growing, flat)) = bilevel.plotting.figure(2, 2, size=(3.4, 2.6))
+    rows = ROW.findall(text)
+    for axis, network in ((left, "MLP"), (right, "SimpleCNN")):
+        found = {method: [float(number) for number in numbers] for name, method, *numbers in rows if name == network}
+        for place, (method, named) in enumerate(SHOWN.items()):
+            at = [column + 0.2 * (place - 1.5) for column in range(3)]
+            axis.bar(at, found[method], width=0.19, color=bilevel.plotting.color(named), label=named)
+        axis.axhline(1, color="0.3", linewidth=1, linestyle=":")
+        axis.set_xticks(range(3), ["time", "memory", "FLOPs"])
+        axis.grid(visible=False, axis="x")
+        axis.set(title=f"{network}, plain SGD = 1", ylim=(0, 1.1 * max(max(found[method]) for method in SHOWN)))
+    left.set_ylim(0, max(left.get_ylim()[1], right.get_ylim()[1]))
+    right.set_ylim(left.get_ylim())
+    curves: dict[str, list[tuple[int, float]]] = {}
+    for name, size, value in POINT.findall(text):
+        curves.setdefault(name, []).append((int(size), float(value)))
+    growing.plot(*zip(*curves["h"], strict=True), marker="o", **bilevel.plotting.line("delta_stn"))
+    growing.set(title="time of delta_stn, with one = 1", xlabel="hyperparameters")
+    for name, marker in (("batch", "s"), ("width", "o")):
+        color = bilevel.plotting.shades(bilevel.plotting.color("delta_stn"), 2)[name == "batch"]
+        flat.plot(*zip(*curves[name], strict=True), marker=marker, color=color, label=f"by {name}")
+    flat.set(title="FLOPs of delta_stn, plain SGD = 1", xlabel="batch, or width of the MLP")
+    flat.legend(loc="lower right")
+    for axis in (growing, flat):
+        axis.set(xscale="log", ylim=(0, 1.15 * axis.get_ylim()[1]))
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.xaxis.set_minor_locator(NullLocator())
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), columnspacing=1.2)
     figure.savefig(path)
 
 
@@ -206,16 +240,20 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, help="also write the tables to this file")
     parser.add_argument("--figure", type=Path, help="also draw the growth into this file")
+    parser.add_argument("--read", type=Path, help="measure nothing: draw what --out has written to this file")
     options = parser.parse_args()
+    if options.read:
+        draw(options.read.read_text(encoding="utf-8"), options.figure)
+        return
     torch.set_num_threads(1)
     table = overhead(options.repeats, compile=options.compile)
     print(table, flush=True)
-    text, curves = growth(options.repeats)
-    print("\n" + text)
+    text = f"{table}\n\n{growth(options.repeats)}\n"
+    print(text[len(table) :])
     if options.out:
-        options.out.write_text(f"{table}\n\n{text}\n")
+        options.out.write_text(text, encoding="utf-8")
     if options.figure:
-        draw(curves, options.figure)
+        draw(text, options.figure)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ Figure = pytest.importorskip("matplotlib.figure").Figure
 DOCS = Path(__file__).parents[1] / "docs"
 SCRIPTS = sorted((DOCS / "tutorials").glob("plot_*.py"))
 LENGTH = re.compile(r"^(STEPS|ROUNDS|EPOCHS) = (\d+)$", re.MULTILINE)
-SHORT = {"STEPS": 60, "ROUNDS": 4, "EPOCHS": 3}
+SHORT = {"STEPS": 40, "ROUNDS": 4, "EPOCHS": 3}
 
 
 def shortened(text):

@@ -111,7 +111,7 @@ with bilevel.plotting.style():
     }.items():
         top.plot(
             range(10),
-            weights / weights.log().mean().exp(),
+            (weights / weights.log().mean().exp()).numpy(),
             "o-" if label == "learned" else "k:",
             label=label,
         )

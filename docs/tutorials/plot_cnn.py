@@ -127,7 +127,7 @@ with bilevel.plotting.style():
         .permute(0, 2, 1, 3)
         .reshape(40, 100)
     )
-    bottom.imshow(grid, cmap="gray", vmin=0, vmax=1)
+    bottom.imshow(grid.numpy(), cmap="gray", vmin=0, vmax=1)
     bottom.set_title("as they are (first row), and as the network saw them")
     bottom.set_axis_off()
 figure.savefig("cnn.png")

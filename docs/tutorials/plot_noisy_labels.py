@@ -118,7 +118,7 @@ with bilevel.plotting.style():
         2, 6, 10, 10
     )
     bottom.imshow(
-        grid.permute(0, 2, 1, 3).reshape(20, 60), cmap="gray_r", extent=(0, 6, 0, 2)
+        grid.permute(0, 2, 1, 3).reshape(20, 60).numpy(), cmap="gray_r", extent=(0, 6, 0, 2)
     )
     for place, index in enumerate(least):
         color = "#D55E00" if wrong[index] else "#0072B2"

@@ -18,7 +18,7 @@ import numpy as np
 
 import bilevel
 
-EPOCHS = 150
+EPOCHS = 100
 
 # %%
 # A script
@@ -39,12 +39,12 @@ epochs, batch_size, file = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 torch.manual_seed(0)
 x = torch.randn(480, 20)
 y = (x[:, :5].sum(1) + torch.randn(480) > 0).long()
-train = DataLoader(TensorDataset(x[:240], y[:240]), batch_size=batch_size, shuffle=True)
-valid = DataLoader(TensorDataset(x[240:], y[240:]), batch_size=batch_size, shuffle=True)
+train = DataLoader(TensorDataset(x[:240], y[:240]), batch_size, shuffle=True)
+valid = DataLoader(TensorDataset(x[240:], y[240:]), batch_size, shuffle=True)
 net = nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 2))
 solution = bilevel.tune(
-    net, train, valid, loss=F.cross_entropy, label_smoothing=True, method="implicit_cg",
-    epochs=epochs, inner_steps=2, progress=False,
+    net, train, valid, loss=F.cross_entropy, epochs=epochs, inner_steps=2, progress=False,
+    label_smoothing=True, method="implicit_neumann",
 )
 group = solution.solver.group
 if group is None or group.main:
@@ -55,8 +55,8 @@ if group is None or group.main:
 # One process and two
 # -------------------
 #
-# In a terminal: ``python train.py 150 240 one.csv`` and ``torchrun --nproc-per-node=2
-# train.py 150 120 two.csv``. Here both run at the same time.
+# In a terminal: ``python train.py 100 240 one.csv`` and ``torchrun --nproc-per-node=2
+# train.py 100 120 two.csv``. Here both run at the same time.
 
 folder = Path(tempfile.mkdtemp())
 (folder / "train.py").write_text(script)
@@ -82,7 +82,7 @@ runs = {
 # The same run
 # ------------
 #
-# A batch holds all examples here, and ``implicit_cg`` draws no random numbers, so the
+# A batch holds all examples here, and ``implicit_neumann`` draws no random numbers, so the
 # two runs agree but for rounding. With smaller batches, dropout or perturbations they
 # differ like two seeds.
 
