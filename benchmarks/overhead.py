@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import record
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -186,6 +187,17 @@ def _row(curve: list[tuple[int, float]], name: str) -> str:
     return "   ".join(f"{name} {size}: {value:.2f}" for size, value in curve)
 
 
+def _numbers(table: str) -> dict[str, float]:
+    """The numbers of the first table by name."""
+    found = {}
+    for line in table.splitlines()[1:]:
+        words = line.split()
+        values = [word for word in words if word.replace(".", "", 1).isdigit()]
+        name = " ".join(words[: len(words) - len(values)])
+        found |= {f"{name} / {kind}": float(x) for kind, x in zip(("time", "memory", "FLOPs"), values, strict=False)}
+    return found
+
+
 @bilevel.plotting.style()
 def draw(curves: dict[str, list[tuple[int, float]]], path: Path) -> None:
     """One panel per curve."""
@@ -205,6 +217,7 @@ def main() -> None:
         "--compile", action="store_true", help="also time Δ-STN with compile=True; compiling takes minutes"
     )
     parser.add_argument("--out", type=Path, help="also write the tables to this file")
+    parser.add_argument("--json", type=Path, help="write a record to this file, too")
     parser.add_argument("--figure", type=Path, help="also draw the growth into this file")
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -214,6 +227,9 @@ def main() -> None:
     print("\n" + text)
     if options.out:
         options.out.write_text(f"{table}\n\n{text}\n")
+    if options.json:
+        names = [(kind, x, value) for kind, curve in curves.items() for x, value in curve]
+        record.save(options.json, {f"{kind} / {x}": value for kind, x, value in names} | _numbers(table))
     if options.figure:
         draw(curves, options.figure)
 
