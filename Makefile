@@ -30,7 +30,7 @@ FAULTS ?= tests/faults
 faults: .venv/.test  ## kills, signals, damaged and hostile files, full disks, NaN: the long form; figures go to docs/results/faults.txt
 	FAULTS=long $(BIN)/python -m pytest --timeout=7200 -m "slow or not slow" $(FAULTS)
 
-docs: .venv/.test  ## the HTML pages in docs/_build/html
+docs: .venv/.test  ## the HTML pages in docs/_build/html; runs those tutorials that have changed
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -b html docs docs/_build/html
 
 linear: .venv/.demo  ## the paper's linear models against their exact optimum; ARGS="--problem linear_network", for example
@@ -58,7 +58,7 @@ format: .venv/.test
 	$(BIN)/ruff format
 
 clean:
-	rm -rf .venv .venv-dist dist docs/_build .hypothesis .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-dist dist docs/_build docs/gallery .hypothesis .pytest_cache .mypy_cache .ruff_cache
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv
