@@ -33,7 +33,7 @@ faults: .venv/.test  ## kills, signals, damaged and hostile files, full disks, N
 bench: .venv/.test  ## measure what is kept as numbers, and compare with the last record; ARGS="--keep" makes it the new one
 	$(BIN)/python benchmarks/record.py $(ARGS)
 
-docs: .venv/.test  ## the HTML pages in docs/_build/html
+docs: .venv/.test  ## the HTML pages in docs/_build/html; runs those tutorials that have changed
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -b html docs docs/_build/html
 
 linear: .venv/.demo  ## the paper's linear models against their exact optimum; ARGS="--problem linear_network", for example
@@ -61,7 +61,7 @@ format: .venv/.test
 	$(BIN)/ruff format
 
 clean:
-	rm -rf .venv .venv-dist dist docs/_build .hypothesis .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-dist dist docs/_build docs/gallery .hypothesis .pytest_cache .mypy_cache .ruff_cache
 
 .venv/bin/python:
 	$(PYTHON) -m venv .venv

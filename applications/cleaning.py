@@ -218,7 +218,7 @@ def report(runs: list[Run]) -> str:
 def draw(runs: list[Run], corrupted: Tensor, path: Path) -> None:
     """Save the weights that each method learned, and all test losses."""
     learned = [run for run in runs if run.name in bilevel.METHODS]
-    figure, (*axes, last) = bilevel.plotting.panels(len(learned) + 1, size=(4.0, 3.0), most=3)
+    figure, (*axes, last) = bilevel.plotting.panels(len(learned) + 1, size=(3.6, 2.6), most=2)
     groups = {"right label": ~corrupted, "wrong label": corrupted}
     for axis, run in zip(axes, learned, strict=True):
         shades = bilevel.plotting.shades(bilevel.plotting.color(run.name), 3)
@@ -232,8 +232,8 @@ def draw(runs: list[Run], corrupted: Tensor, path: Path) -> None:
         last.plot(
             list(run.curve), list(run.curve.values()), dashes, color=hues[run.name], linewidth=width, label=run.name
         )
-    last.set(title="test loss", xlabel="round", ylim=0)
-    last.legend(loc="upper left", bbox_to_anchor=(1, 1))
+    last.set(title="test loss", xlabel="round", ylim=(0, 1.9))
+    last.legend(loc="upper right", ncols=2)
     figure.savefig(path)
 
 

@@ -240,7 +240,7 @@ def draw(table: Table, path: Path) -> None:
     Thin lines are runs; a thick one is their mean, as far as all of them went. Of the fall at the start, only what is
     below one and a half times the worst end is shown.
     """
-    figure, axes = bilevel.plotting.figure(len(table), 2, size=(4.5, 3.2))
+    figure, axes = bilevel.plotting.figure(len(table), 2, size=(3.6, 2.8))
     for (row, methods), pair in zip(table.items(), axes, strict=True):
         every = [curve(run, "epoch")[1] for results in methods.values() for run in results]
         lowest, first, worst = min(y[-1] for y in every), max(y[0] for y in every), max(y[-1] for y in every)
@@ -251,11 +251,11 @@ def draw(table: Table, path: Path) -> None:
                 for x, y in curves if len(curves) > 1 else []:
                     axis.step(x, y, where="post", color=color, linewidth=0.5, alpha=0.5)
                 axis.step(*average(curves), where="post", color=color, linewidth=1.8, label=COLUMNS.get(method, method))
+            axis.set_xlim(left=0)
             axis.set(xlabel="epochs" if column == "epoch" else "seconds", ylim=limits)
             bilevel.plotting.log_axis(axis, least=1.0)
-        pair[0].set_title(row)
-        pair[0].set_ylabel("best validation loss")
-        pair[1].legend()
+        pair[0].set_title(f"{row}: best validation loss")
+        pair[0].legend(loc="upper right")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
 

@@ -150,7 +150,7 @@ def draw(runs: Sequence[Run], counts: Sequence[int], path: Path) -> None:
         counts: Training images of each class.
         path: Of the figure.
     """
-    made, axes = plotting.figure(2, 2, size=(4.9, 3.3))
+    made, axes = plotting.figure(2, 2, size=(3.9, 3.1))
     draw_losses(axes[0, 0], runs)
     draw_tests(axes[0, 1], runs)
     one = next(run for run in runs if run.name == FLAGSHIP)
@@ -160,13 +160,11 @@ def draw(runs: Sequence[Run], counts: Sequence[int], path: Path) -> None:
     timed = [axes[0, 0], axes[1, 0], axes[1, 1]]
     for axis in timed:
         plotting.shade_warmup(axis, warm, label="warm-up: hyperparameters stay")
-    for axis in axes.flat:
-        axis.set_title(axis.get_title(loc="left"), fontsize=9.5)
     plotting.label_rounds(timed)
     for axis in timed:
         axis.set_xlabel("round")
     handles, labels = axes[0, 0].get_legend_handles_labels()
-    made.legend(handles, labels, loc="outside upper center", ncols=len(labels), columnspacing=1.2)
+    made.legend(handles, labels, loc="outside upper center", ncols=math.ceil(len(labels) / 2), columnspacing=1.2)
     made.savefig(path)
 
 
@@ -198,7 +196,7 @@ def draw_losses(axis: Axes, runs: Sequence[Run]) -> None:
 
 def draw_tests(axis: Axes, runs: Sequence[Run]) -> None:
     """Test loss by method: a dot per seed, those of a seed joined, and the mean."""
-    axis.set_title("test loss (dots: seeds, joined; bars: means)")
+    axis.set_title("test loss (dots: seeds; bars: means)")
     shown = names(runs)
     tests = {(run.name, run.seed): run.test for run in runs}
     for seed in sorted({run.seed for run in runs}):
@@ -209,9 +207,16 @@ def draw_tests(axis: Axes, runs: Sequence[Run]) -> None:
         mean = statistics.fmean(own)
         axis.plot([place - 0.28, place + 0.28], [mean, mean], color=hue, linewidth=2.6, solid_capstyle="butt")
         axis.annotate(
-            f"{mean:.3f}", (place + 0.06, mean), (0, 3), textcoords="offset points", color=hue, fontweight="bold"
+            f"{mean:.3f}",
+            (place, mean),
+            (0, 3),
+            textcoords="offset points",
+            ha="center",
+            color=hue,
+            fontsize=8.5,
+            fontweight="bold",
         )
-    labels = [name.replace("random ", "random\n").replace("_", "_\n", 1) for name in shown]
+    labels = [name.replace(" ", "\n").replace("_", "_\n", 1) for name in shown]
     axis.set_xticks(range(len(shown)), labels)
     axis.set_xlim(-0.45, len(shown) - 0.4)
     axis.grid(visible=False, axis="x")
@@ -219,7 +224,7 @@ def draw_tests(axis: Axes, runs: Sequence[Run]) -> None:
 
 def draw_weights(axis: Axes, run: Run, counts: Sequence[int]) -> None:
     """The weight of every class by round, in one run; lines of rare classes are thick."""
-    axis.set_title(f"class weights under {run.name}, seed {run.seed} (digit: training images)")
+    axis.set_title(f"class weights, seed {run.seed} (digit: images)")
     rounds, ends = run.history["round"], []
     for label, (count, hue) in enumerate(zip(counts, plotting.spectrum(len(counts)), strict=True)):
         values = run.history[f"weights[{label}]"]
@@ -236,7 +241,7 @@ def draw_weights(axis: Axes, run: Run, counts: Sequence[int]) -> None:
             (rounds[-1], math.exp(value)),
             (1.04 * rounds[-1], math.exp(place)),
             color=hue,
-            fontsize=7.5,
+            fontsize=8.5,
             fontweight="bold" if rare else "normal",
             va="center",
             arrowprops={"arrowstyle": "-", "color": hue, "linewidth": 0.6, "shrinkA": 0, "shrinkB": 0},
@@ -254,7 +259,7 @@ def spread(ends: Sequence[tuple[float, str, str, bool]], gap: float) -> list[flo
 
 def draw_decay(axis: Axes, runs: Sequence[Run]) -> None:
     """Weight decay by round, geometric mean over seeds; at the right what the searches chose."""
-    axis.set_title("weight decay, geometric mean over seeds (circles: searches)")
+    axis.set_title("weight decay, mean (circles: searches)")
     for name in names(runs):
         own = [run for run in runs if run.name == name]
         if name.endswith("search"):

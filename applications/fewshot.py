@@ -199,7 +199,7 @@ def report(found: Mapping[str, Tensor], cost: Mapping[str, str]) -> str:
 @bilevel.plotting.style()
 def draw(found: Mapping[str, Tensor], starts: Mapping[str, Weights], seed: int, path: Path) -> None:
     """Save the errors by steps of adaptation, and how three initialisations adapt to one task."""
-    figure, axes = bilevel.plotting.panels(4, size=(3.8, 3.2))
+    figure, axes = bilevel.plotting.panels(4, size=(3.6, 2.8), most=2)
     hues = bilevel.plotting.colors(found)
     for name, error in found.items():
         mean, half = error.mean(1), 1.96 * error.std(1) / math.sqrt(error.shape[1])
@@ -216,9 +216,9 @@ def draw(found: Mapping[str, Tensor], starts: Mapping[str, Weights], seed: int, 
             axis.plot(x[0, :, 0], predictions[steps][0, :, 0], label=f"{steps} steps", color=color)
         axis.plot(x[0, :, 0], y, "k--", linewidth=1, label="truth")
         axis.plot(support[0][0, :, 0], support[1][0, :, 0], "k.", label="shown points")
-        axis.set(title=f"{name}: a new task", xlabel="x", ylim=(-4, 4))
-    axes[0].legend()
-    axes[3].legend(loc="upper left", bbox_to_anchor=(1, 1))
+        axis.set(title=f"{name}: a new task", xlabel="x", ylim=(-5.5, 4))
+    axes[0].legend(loc="upper right")
+    axes[1].legend(loc="lower center", ncols=3, columnspacing=0.8)
     figure.savefig(path)
 
 

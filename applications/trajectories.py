@@ -164,7 +164,7 @@ def draw(panels: list[Panel], path: Path) -> None:
 
     Of runs that diverge, the rounds before.
     """
-    figure, axes = bilevel.plotting.panels(len(panels), most=3, size=(4.4, 3.2), sharex=True)
+    figure, axes = bilevel.plotting.panels(len(panels), most=2, size=(3.6, 2.6), sharex=True)
     hues = bilevel.plotting.colors(run.method for panel in panels for run in panel.runs)
     for axis, panel in zip(axes, panels, strict=True):
         for method in dict.fromkeys(run.method for run in panel.runs):

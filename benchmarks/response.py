@@ -738,7 +738,7 @@ def draw(curves: dict[str, Curves], path: Path) -> None:
     from bilevel import plotting
 
     with plotting.style():
-        figure, axes = plotting.panels(len(curves), most=3, size=(3.4, 2.6))
+        figure, axes = plotting.panels(len(curves), most=2, size=(3.6, 2.5))
         shown = [*MAIN, "gate + control, per batch"]
         colors = plotting.colors(shown)
         for axis, (network, found) in zip(axes, curves.items(), strict=True):
@@ -755,7 +755,7 @@ def draw(curves: dict[str, Curves], path: Path) -> None:
             axis.set(title=network, xlabel="scale σ", ylim=(min(0.0, axis.get_ylim()[0]), 1.02))
         axes[0].set_ylabel("cosine with the exact response")
         handles, labels = next(iter(axes)).get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=4)
+        figure.legend(handles, labels, loc="outside lower center", ncols=2)
         figure.savefig(path)
 
 

@@ -63,6 +63,7 @@ sphinx_gallery_conf = {
     "image_scrapers": ("gallery.scraper",),
     "reset_modules": ("gallery.prepare",),
     "capture_repr": (),
+    "thumbnail_size": (640, 480),
     "last_notebook_cell": "figure",
     "min_reported_time": 3600,
     "show_memory": False,

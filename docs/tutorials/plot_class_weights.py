@@ -121,7 +121,7 @@ with bilevel.plotting.style():
     for place, (name, (_, recall)) in enumerate(found.items()):
         bottom.bar(
             [digit + 0.27 * (place - 1) for digit in range(10)],
-            recall,
+            recall.numpy(),
             width=0.25,
             label=name,
         )

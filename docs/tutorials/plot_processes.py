@@ -74,7 +74,7 @@ for process in running:
     if process.returncode:
         raise RuntimeError(said)
 runs = {
-    name: np.genfromtxt(folder / f"{name}.csv", delimiter=",", names=True)
+    name: np.genfromtxt(folder / f"{name}.csv", delimiter=",", names=True, deletechars="")
     for name in commands
 }
 
