@@ -120,6 +120,8 @@ NETWORKS: dict[str, tuple[str, str, dict[str, Any], str]] = {
     ),
 }
 """By name: the class, the class of its configuration, its arguments, and the kind of data."""
+SINGLE = ("Mixtral",)
+"""In single precision: its product of the experts has no other."""
 
 
 def batch_of(kind: str, generator: torch.Generator) -> dict[str, Tensor]:
@@ -151,7 +153,7 @@ def error_of(solver: bilevel.Solver, batch: dict[str, Tensor], *, linearized: bo
     assert solver.problem.module is not None
     inputs, labels = unpacker(solver.problem.module)(batch)
     inputs = inputs | ({"labels": labels} if "decoder_input_ids" in call_names(solver.problem.module) else {})
-    noise = torch.randn(B, len(solver.vector), dtype=torch.float64)
+    noise = torch.randn(B, len(solver.vector), dtype=solver.vector.dtype)
     options = {"freeze_weights": True, "linearized": linearized}
     with solver.problem.evaluating():
         found = numbers(call(response.affine(noise, **options), inputs))
@@ -175,7 +177,8 @@ def tried(transformers: Any, name: str, method: str = "delta_stn") -> tuple[str,
     """The outcome, and an error or a reason."""
     kind, config, arguments, data = NETWORKS[name]
     torch.manual_seed(0)
-    net = getattr(transformers, kind)(getattr(transformers, config)(**arguments)).double()
+    dtype = torch.float32 if name in SINGLE else torch.float64
+    net = getattr(transformers, kind)(getattr(transformers, config)(**arguments)).to(dtype)
     generator = torch.Generator().manual_seed(1)
     train, valid = ([batch_of(data, generator) for _ in range(2)] for _ in range(2))
     with warnings.catch_warnings(record=True) as said:

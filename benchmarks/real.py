@@ -243,6 +243,8 @@ def compare(name: str, folder: Path) -> str:
             **task.options,
         )
     for warning in said:
+        if not issubclass(warning.category, bilevel.TuningWarning | bilevel.PerturbationWarning):
+            continue
         print(f"  {name}: {warning.category.__name__}: {warning.message}")
     net.load_state_dict(result.best.state_dict)
     tuned = result.best.validation_loss, mean_loss(net, test, task)

@@ -21,7 +21,7 @@ from bilevel.linear_solvers import (
 from bilevel.loop import Best, Round, Solution, TuningWarning, solve
 from bilevel.problem import Loss, Model, Problem
 from bilevel.responding import PerturbationWarning
-from bilevel.response import METHODS, STN, BestResponse, CenteredSTN, DeltaSTN, Implicit, Method, Unrolled
+from bilevel.response import METHODS, STN, BestResponse, CenteredSTN, DeltaSTN, Diagonal, Implicit, Method, Unrolled
 from bilevel.schedule import Schedule
 from bilevel.solver import DivergenceError, NotFiniteWarning, OuterStep, Solver
 from bilevel.testing import Report, check_method
@@ -44,6 +44,7 @@ __all__ = [
     "DeltaSTN",
     "Diagnose",
     "Diagnosis",
+    "Diagonal",
     "DivergenceError",
     "Exact",
     "History",

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+# The functions of signal without wrappers, which make an enum of every answer: that takes longer than a small step.
+import _signal  # type: ignore[import-not-found]
 import os
 import signal
-import sys
 import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, final
 
 SIGNALS = sorted(map(int, signal.valid_signals()))
-# The wrappers of ``signal`` make an enum of every answer, which takes longer than all the rest here.
-_getsignal = getattr(sys.modules.get("_signal"), "getsignal", signal.getsignal)
 _current: Waiting | None = None
 
 
@@ -50,10 +49,10 @@ class Waiting:
         try:
             self._outermost = True
             for number in SIGNALS:
-                handler = _getsignal(number)
+                handler = _signal.getsignal(number)
                 if callable(handler):
                     self._handlers[number] = handler
-                    signal.signal(number, self._handle)
+                    _signal.signal(number, self._handle)
             _current = self
         except BaseException:  # a signal came between, and its own handler raised
             self._give_back()
@@ -91,7 +90,7 @@ class Waiting:
 
     def _give_back(self) -> None:
         for number, handler in self._handlers.items():
-            signal.signal(number, handler)
+            _signal.signal(number, handler)
 
 
 def hush(number: int) -> Any:

@@ -1,7 +1,7 @@
 """Functions of PyTorch that hide their parts, made of plain operations: with all derivatives, and weights in sight.
 
 The kernels of ``nn.LSTM``, ``nn.GRU`` and ``nn.RNN`` have no forward mode on a CPU and no second derivative on a GPU;
-``F.embedding_bag`` has no forward mode.
+``F.embedding_bag`` has no forward mode, and that of ``F.glu`` and ``F.hardsigmoid`` cannot be differentiated.
 """
 
 from __future__ import annotations
@@ -257,6 +257,26 @@ def _recurrent(function: Any) -> Callable[..., Any]:
     return replaced
 
 
+def glu(input: Tensor, dim: int = -1) -> Tensor:
+    """``F.glu``: the derivative of its forward mode cannot be differentiated.
+
+    Returns:
+        As there.
+    """
+    half, gate = input.chunk(2, dim)
+    return half * gate.sigmoid()
+
+
+def hardsigmoid(input: Tensor, inplace: bool = False) -> Tensor:
+    """``F.hardsigmoid``, likewise.
+
+    Returns:
+        As there.
+    """
+    result = F.hardtanh(input / 6 + 0.5, 0.0, 1.0)
+    return input.copy_(result) if inplace else result
+
+
 PLAIN: dict[Any, Callable[..., Any]] = {
     **{function: _recurrent(function) for function in CELLS},
     torch.lstm_cell: _one_step(lstm_cell),
@@ -264,5 +284,7 @@ PLAIN: dict[Any, Callable[..., Any]] = {
     torch.rnn_tanh_cell: _one_step(tanh_cell),
     torch.rnn_relu_cell: _one_step(relu_cell),
     F.embedding_bag: embedding_bag,
+    F.glu: glu,
+    F.hardsigmoid: hardsigmoid,
 }
 """What stands in for each of these functions."""

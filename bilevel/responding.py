@@ -213,8 +213,10 @@ class _GrownSquares(Function):
     @staticmethod
     @override
     def forward(w: Tensor, factor: Tensor) -> Tensor:
-        squares: Tensor = (1 + factor).square_() @ torch.linalg.vector_norm(w, dim=1).square_()
-        return squares
+        grown, squares = (1 + factor).square_(), torch.linalg.vector_norm(w, dim=1).square_()
+        with torch.autocast(w.device.type, enabled=False):  # a sum of squares needs the digits of the weights
+            total: Tensor = grown @ squares
+        return total
 
     @staticmethod
     @override

@@ -187,8 +187,9 @@ def check_outputs(problem: Problem, inner: Variables, hyper: Tensor, batch: Any,
         outputs = Outputs(problem, inner, hyper, batch)
         if not outputs.differentiated:
             _check_sight(outputs, method, remedy)
-        for seen, kind in zip(outputs.seen, outputs.kinds(), strict=True):
-            if kind == "none" or (kind == "smooth" and not _is_log_probability(seen)):
+        slopes = outputs.slopes(outputs.seen)
+        for seen, kind, slope in zip(outputs.seen, outputs.kinds(), slopes, strict=True):
+            if kind == "none" or (kind == "smooth" and not _is_log_probability(seen, slope)):
                 continue
             raise ValueError(
                 f"inner_loss has no curvature of its own in {_describe(seen)}, which the network returns, and {method} "
@@ -231,11 +232,22 @@ def _cause(output: Tensor, kind: str) -> str:
     )
 
 
-def _is_log_probability(output: Tensor) -> bool:
-    """Whether exponentials along one dimension add up to one."""
+def _is_log_probability(output: Tensor, slope: Tensor | None = None) -> bool:
+    """Whether exponentials along one dimension add up to one.
+
+    A loss with a softmax of its own takes them for logits: a constant that is added there changes nothing, so that
+    ``slope``, its derivative, adds up to zero. That is as good as logits.
+
+    Returns:
+        The answer; no, if they are as good as logits.
+    """
     dims = {dim for dim in (1, output.ndim - 1) if 0 < dim < output.ndim and output.shape[dim] > 1}
     close = 1e-3 if output.dtype in (torch.float64, torch.float32) else 0.1
-    return any(bool((output.detach().float().logsumexp(dim).abs() < close).all()) for dim in dims)
+    found = [dim for dim in dims if bool((output.detach().float().logsumexp(dim).abs() < close).all())]
+    if slope is None:
+        return bool(found)
+    size = float(slope.detach().abs().max())
+    return any(float(slope.detach().sum(dim).abs().max()) > close * size for dim in found)
 
 
 def _waves(like: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ it: they are drawn once, early.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -33,10 +33,15 @@ class Later:
     Attributes:
         function: Maps tensors to tensors; None stands for zero on either side.
         like: Tensors of the kind that it takes.
+        typical: Whether it can be tried on those very tensors only, and not on any of their kind.
+        repeated: Called around a loop, for a function of tensors that are all there; what a call always has to see to
+            is done once. None calls the function itself.
     """
 
     function: Callable[[Sequence[Tensor | None]], list[Tensor | None]]
     like: Sequence[Tensor]
+    typical: bool = False
+    repeated: Callable[[], AbstractContextManager[Callable[[Sequence[Tensor]], Any]]] | None = None
 
     def __call__(self, tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Compute the rest.
@@ -173,7 +178,11 @@ class Compiled:
             What the stage would return.
         """
         found = self._run_early(tensors)
-        rest = [Later(partial(_run_late, late, [found[n] for n in late.crossing]), late.vector) for late in self.late]
+        rest = []
+        for late in self.late:
+            crossing = [found[node] for node in late.crossing]
+            loop = partial(_repeated, late, crossing)
+            rest.append(Later(partial(_run_late, late, crossing), late.vector, repeated=loop))
         # A compiler may return the input itself for 1 * input. A copy keeps the caller from changing the input.
         given = {_memory(found[node]) for node in self.known}
         leaves = [found[leaf] if isinstance(leaf, fx.Node) else leaf for leaf in self.leaves]
@@ -193,6 +202,12 @@ def _run_late(late: _Late, crossing: list[Tensor], tensors: Sequence[Tensor | No
     with _settled(values):
         found = iter(late.run(*values))
     return [None if node is None else next(found) for node in late.outputs]
+
+
+@contextmanager
+def _repeated(late: _Late, crossing: list[Tensor]) -> Generator[Callable[[Sequence[Tensor]], Any]]:
+    with _settled([*crossing, *late.vector]):
+        yield lambda tensors: late.run(*crossing, *tensors)
 
 
 def _cut_late(

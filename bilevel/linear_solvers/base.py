@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from numbers import Integral, Real
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 
 from bilevel.interrupts import safe_point
+from bilevel.linear_solvers.numbers import Number, divide, on_host, pick
 from bilevel.parallel import all_finite, each, is_sharded, local
 
 Matvec = Callable[[Tensor], Tensor]
@@ -126,13 +128,18 @@ class LinearSolver(ABC):
         found = self.attempt(matvec, v, x0)
         return Solve(found.solution, found.residual, found.judge(found.facts.tolist()))
 
-    def attempt(self, matvec: Matvec, v: Tensor, x0: Tensor | None = None) -> Attempt:
-        """The same, judged later: for callers that read the device once for several purposes.
+    def attempt(
+        self, matvec: Matvec, v: Tensor, x0: Tensor | None = None, root: Callable[[Tensor], Tensor] | None = None
+    ) -> Attempt:
+        r"""The same, judged later: for callers that read the device once for several purposes.
 
         Args:
             matvec: As in :meth:`__call__`.
             v: As in :meth:`__call__`.
             x0: As in :meth:`__call__`.
+            root: A preconditioner, for solvers that iterate; the others ignore it. It multiplies by a symmetric
+                positive definite matrix :math:`\mathbf{R}` of which :math:`\mathbf{R}^2` is close to the inverse of
+                :math:`\mathbf{H} + \mu \mathbf{I}`.
 
         Returns:
             The solution, which may be wrong as long as it is not judged.
@@ -141,11 +148,11 @@ class LinearSolver(ABC):
         # Half precision is for the matrix only: dot products and factorizations need at least single precision.
         work = torch.promote_types(v.dtype, torch.float32)
         guess = None if x0 is None else x0.detach().to(work)
-        found = self._solve(matvec, v.detach(), guess)
+        found = self._solve(matvec, v.detach(), guess, root)
         return found._replace(solution=found.solution.to(v.dtype))
 
     @abstractmethod
-    def _solve(self, matvec: Matvec, v: Tensor, x0: Tensor | None) -> Attempt:
+    def _solve(self, matvec: Matvec, v: Tensor, x0: Tensor | None, root: Callable[[Tensor], Tensor] | None) -> Attempt:
         """Solve a system whose vectors are checked and detached; ``x0`` is in at least single precision."""
 
 
@@ -157,16 +164,27 @@ class Operator:
         matvec: Multiplies by :math:`\mathbf{H}`.
         dtype: What ``matvec`` takes and returns.
         damping: The shift :math:`\mu`.
+        host: Whether the scalars of an iteration are numbers of Python.
     """
 
     matvec: Matvec
     dtype: torch.dtype
     damping: float
 
-    @property
+    host: bool = False
+
+    @cached_property
     def eps(self) -> float:
         """The rounding unit of a product."""
         return torch.finfo(self.dtype).eps
+
+    def number(self, scalar: Tensor) -> Number:
+        """A scalar as a number of Python if ``host`` is set, or else as it is.
+
+        Returns:
+            The same value.
+        """
+        return scalar.item() if self.host else scalar
 
     def __call__(self, p: Tensor) -> Tensor:
         """Multiply.
@@ -205,6 +223,11 @@ def norm(v: Tensor) -> Tensor:
         return norm(each(v, norm(local(v))))
     if v.numel() == 0:  # of a vector with fewer entries than there are processes
         return v.new_zeros(())
+    if on_host(v):
+        plain: Tensor = torch.linalg.vector_norm(v)
+        # Of this size, no square that matters has left the range of the smallest dtype.
+        if 1e-10 < float(plain) < 1e15:
+            return plain
     low, high = torch.aminmax(v)
     largest = torch.maximum(-low, high)
     safe = torch.where(largest > 0, largest, 1.0)
@@ -229,16 +252,17 @@ def relative_residual(matvec: Matvec, x: Tensor, v: Tensor, damping: float = 0.0
         tensor(0.7071)
     """
     r = v - Operator(matvec, v.dtype, damping)(x.to(torch.promote_types(v.dtype, torch.float32)))
-    return ratio(norm(r), norm(v))
+    found: Tensor = ratio(norm(r), norm(v))
+    return found
 
 
-def ratio(length: Tensor, reference: Tensor) -> Tensor:
+def ratio(length: Number, reference: Number) -> Number:
     """A quotient of norms in which 0 / 0 is 0.
 
     Returns:
-        A scalar tensor.
+        A number of their kind.
     """
-    return torch.where(length == 0, torch.zeros_like(length), length / reference)
+    return pick(length == 0, length, divide(length, reference))
 
 
 def check_system(matvec: object, v: object, x0: object) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -11,7 +11,24 @@ from typing_extensions import override
 
 from bilevel.linear_solvers.base import Operator, norm
 from bilevel.linear_solvers.iterative import Iterative, Run
+from bilevel.linear_solvers.numbers import Number, add_scaled_, divide, larger, negate, nought, pick, root
 from bilevel.parallel import dot
+
+
+class _State(NamedTuple):
+    """Solution, residual and direction; their squares; what rounding is judged by; and how it goes."""
+
+    x: Tensor
+    r: Tensor
+    p: Tensor
+    rr: Number
+    pp: Number
+    largest: Number
+    value: Number
+    steps: Number
+    active: Number
+    broken: Number
+    target: Number
 
 
 @final
@@ -47,39 +64,48 @@ class CG(Iterative):
     advice: ClassVar[str] = "raise max_steps, add damping, or set rtol=0 to ask for a truncated solution."
 
     @override
-    def _run(self, operator: Operator, b: Tensor, target: Tensor, max_steps: int) -> Run:
-        x, r, p = torch.zeros_like(b), b, b.clone()
-        rr = pp = dot(r, r)
-        steps = largest = value = torch.zeros_like(rr)
-        active, broken = rr > 0, rr < 0
-        for step in range(max_steps):
-            active = active & (rr > operator.eps**2)
-            if self.rtol > 0 and bool(~active | (rr.sqrt() <= target)):
-                break
-            product = operator(p)
-            bend = dot(p, product)
-            if step == 0:
-                # The Rayleigh quotient of sqrt(A) p: closer to the largest eigenvalue than that of p.
-                length = norm(product)
-                largest = (length / bend.abs() * length).nan_to_num()
-            # Rounding makes up a share eps / |r| of a residual. Its curvature is then wrong by that share, squared.
-            rounding = torch.clamp((3 * operator.eps) ** 2 / rr, min=10 * operator.eps)
-            flat = active & (bend <= rounding * largest * pp)
-            value = torch.where(flat, bend / pp, value)
-            active, broken = active & ~flat, broken | flat
-            alpha = torch.where(active, rr / bend, 0.0)
-            r.addcmul_(product, alpha, value=-1)
-            x.addcmul_(p, alpha)
-            before, rr = rr, dot(r, r)
-            beta = torch.where(active, rr / before, 0.0)
-            p = torch.addcmul(r, p, beta)
-            # A residual is orthogonal to the one before and to the last direction. So p·p and the quotient above
-            # need no pass over the vectors. Both are used only while active, when alpha is not zero.
-            pp = torch.addcmul(rr, beta.square(), pp)
-            largest = torch.maximum(largest, (1 + beta) / alpha)
-            steps = steps + active
+    def _begin(self, operator: Operator, b: Tensor, target: Number) -> _State:
+        rr = operator.number(dot(b, b))
+        zero = nought(rr)
+        return _State(torch.zeros_like(b), b, b.clone(), rr, rr, zero, zero, zero, rr > 0, rr < 0, target)
+
+    @override
+    def _advance(self, operator: Operator, state: _State, *, first: bool | None) -> _State:
+        x, r, p, rr, pp, largest, value, steps, active, broken, target = state
+        active = active & (rr > operator.eps**2)
+        product = operator(p)
+        bend = operator.number(dot(p, product))
+        if first is not False:
+            # The Rayleigh quotient of sqrt(A) p: closer to the largest eigenvalue than that of p.
+            length = operator.number(norm(product))
+            quotient = pick(length > 0, divide(length, abs(bend)) * length, nought(length))
+            largest = pick(steps == 0, quotient, largest)
+        # Rounding makes up a share eps / |r| of a residual. Its curvature is then wrong by that share, squared.
+        rounding = larger(divide((3 * operator.eps) ** 2, rr), 10 * operator.eps)
+        flat = active & (bend <= rounding * largest * pp)
+        value = pick(flat, divide(bend, pp), value)
+        active, broken = active & negate(flat), broken | flat
+        alpha = pick(active, divide(rr, bend), 0.0)
+        add_scaled_(r, product, -alpha)
+        add_scaled_(x, p, alpha)
+        before, rr = rr, operator.number(dot(r, r))
+        beta = pick(active, divide(rr, before), 0.0)
+        p.mul_(beta).add_(r)
+        # A residual is orthogonal to the one before and to the last direction. So p·p and the quotient above
+        # need no pass over the vectors. Both are used only while active, when alpha is not zero.
+        pp = rr + beta * beta * pp
+        largest = larger(largest, divide(1 + beta, alpha))
+        return _State(x, r, p, rr, pp, largest, value, steps + active, active, broken, target)
+
+    @override
+    def _is_done(self, operator: Operator, state: _State) -> Number:
+        return negate(state.active & (state.rr > operator.eps**2)) | (root(state.rr) <= state.target)
+
+    @override
+    def _end(self, operator: Operator, state: _State) -> Run:
         # A residual at rounding level is a solution, whatever the curvature of what is left.
-        return Run(x, rr.sqrt(), steps, (broken & (rr > operator.eps)).to(x.dtype), value)
+        failed = state.broken & (state.rr > operator.eps)
+        return Run(state.x, root(state.rr), state.steps, failed, state.value)
 
     @override
     def _failure(self, step: int, value: float) -> str:

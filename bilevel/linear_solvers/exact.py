@@ -56,7 +56,7 @@ class Exact(LinearSolver):
         check_count(self, "max_size", self.max_size)
 
     @override
-    def _solve(self, matvec: Matvec, v: Tensor, x0: Tensor | None) -> Attempt:
+    def _solve(self, matvec: Matvec, v: Tensor, x0: Tensor | None, root: Matvec | None) -> Attempt:
         operator = Operator(matvec, v.dtype, self.damping)
         size = v.numel()
         if size > self.max_size:

@@ -63,7 +63,7 @@ class Identity(LinearSolver):
         return solution
 
     @override
-    def _solve(self, matvec: Matvec, v: Tensor, x0: Tensor | None) -> Attempt:
+    def _solve(self, matvec: Matvec, v: Tensor, x0: Tensor | None, root: Matvec | None) -> Attempt:
         operator = Operator(matvec, v.dtype, 0.0)
         v = v.to(torch.promote_types(v.dtype, torch.float32))
         x = self.scale * v

@@ -5,14 +5,16 @@ from __future__ import annotations
 import math
 import warnings
 from abc import abstractmethod
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
+from bilevel.interrupts import safe_point
 from bilevel.linear_solvers.base import (
     Attempt,
     ConvergenceWarning,
@@ -26,12 +28,17 @@ from bilevel.linear_solvers.base import (
     not_finite,
     ratio,
 )
+from bilevel.linear_solvers.numbers import Number, add_scaled, divide, nought, on_host, pick, stack
 from bilevel.parallel import dot, flat_like, is_sharded, local
 
 # Vectors may be divided among processes; what decides are scalars, which all processes have alike.
 ASYMMETRIC = (
     "the matrix is not symmetric, or matvec is not deterministic (dropout?); Exact takes any nonsingular matrix."
 )
+
+
+Step = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+"""A step of an iteration, from all that it remembers to the same afterwards."""
 
 
 class Run(NamedTuple):
@@ -46,10 +53,10 @@ class Run(NamedTuple):
     """
 
     x: Tensor
-    remaining: Tensor
-    steps: Tensor
-    failed: Tensor
-    value: Tensor
+    remaining: Number
+    steps: Number
+    failed: Number
+    value: Number
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +79,8 @@ class Iterative(LinearSolver):
     rtol: float = 1e-6
     damping: float = 0.0
 
+    begun: ClassVar[int] = 0
+    """How many steps the beginning makes."""
     advice: ClassVar[str]
     divides: ClassVar[bool] = True
 
@@ -82,32 +91,41 @@ class Iterative(LinearSolver):
         check_number(self, "damping", self.damping, above=0, or_equal=True)
 
     @override
-    def _solve(self, matvec: Matvec, v: Tensor, x0: Tensor | None) -> Attempt:
-        operator = Operator(matvec, v.dtype, self.damping)
+    def _solve(self, matvec: Matvec, v: Tensor, x0: Tensor | None, root: Matvec | None) -> Attempt:
+        operator = Operator(matvec, v.dtype, self.damping, on_host(v))
         v = v.to(torch.promote_types(v.dtype, torch.float32))
-        size = norm(v)
-        x = torch.zeros_like(size) if x0 is None else torch.where(size == 0, torch.zeros_like(v), x0)
-        r = v if x0 is None else v - operator(x)
-        residual, reached, steps = torch.full_like(size, math.inf), math.inf, 0
+        size = operator.number(norm(v))
+        # A right-hand side of zero has the solution zero, whatever the guess.
+        x: Any = None if x0 is None else pick(size == 0, torch.zeros_like(v), x0)
+        r = v if x is None else v - operator(x)
+        system, weighted = operator, size
+        if root is not None:
+            system = Operator(lambda p: root(operator(root(p))), v.dtype, 0.0, operator.host)
+            weighted = operator.number(norm(root(v)))
+        residual, reached, steps = nought(size) + math.inf, math.inf, 0
         while True:
-            scale = norm(r)
             # A little more than asked, so that rounding alone does not cause a restart.
-            target = 0.9 * self.rtol * size / scale
-            run = self._run(operator, r / torch.where(scale == 0, 1.0, scale), target, self.max_steps - steps)
-            new_x = torch.addcmul(x, run.x, scale)
+            target = divide(0.9 * self.rtol * size, size if r is v else operator.number(norm(r)))
+            b = r if root is None else root(r)
+            scale = weighted if r is v else operator.number(norm(b))
+            run = self._run(system, b / pick(scale == 0, nought(scale) + 1, scale), target, self.max_steps - steps)
+            change = run.x if root is None else root(run.x)
+            new_x = change.mul_(scale) if x is None else add_scaled(x, change, scale)
             new_r = v - operator(new_x)
-            new_residual = ratio(norm(new_r), size)
-            believed = ratio(scale * run.remaining, size)
-            facts = torch.stack([new_residual, believed, *run[2:]])
+            new_residual = seen = ratio(operator.number(norm(new_r)), size)
+            if root is not None:
+                seen = ratio(operator.number(norm(root(new_r))), weighted)
+            believed = ratio(scale * run.remaining, weighted)
+            facts = stack([new_residual, believed, *run[2:], seen], v)
             if self.rtol == 0:
-                return Attempt(new_x, new_residual, facts, partial(self._judge, operator, v, x0))
-            now, _, taken, failed, value = facts.tolist()
+                return Attempt(new_x, facts[0], facts, partial(self._judge, operator, v, x0))
+            now, _, taken, failed, value, _ = facts.tolist()
             if steps == 0 and (failed or not math.isfinite(now)):
                 raise self._error(operator, v, x0, int(taken), value if failed else None)
             if failed or not now < reached:
                 break
             stalled = now > reached / 2
-            x, r, residual, reached, steps = new_x, new_r, new_residual, now, steps + int(taken)
+            x, r, residual, reached, steps = new_x, new_r, facts[0], now, steps + int(taken)
             if reached <= self.rtol or stalled or steps >= self.max_steps or taken == 0:
                 break
 
@@ -125,19 +143,79 @@ class Iterative(LinearSolver):
 
     def _judge(self, operator: Operator, v: Tensor, x0: Tensor | None, facts: list[float]) -> int:
         """Say how a fixed number of steps went."""
-        now, belief, taken, failed, value = facts
+        now, belief, taken, failed, value, seen = facts
         if failed or not math.isfinite(now):
             raise self._error(operator, v, x0, int(taken), value if failed else None)
-        if now > 1.1 * belief + operator.eps**0.5:
-            self._check_disagreement(operator, v, now, belief)
+        if seen > 1.1 * belief + operator.eps**0.5:
+            self._check_disagreement(operator, v, seen, belief)
         return int(taken)
 
-    @abstractmethod
-    def _run(self, operator: Operator, b: Tensor, target: Tensor, max_steps: int) -> Run:
-        """Solve for ``b``, of norm one or zero, from zero; may overwrite ``b``.
+    def _run(self, operator: Operator, b: Tensor, target: Number, max_steps: int) -> Run:
+        """Solve for ``b``, of norm one or zero, from zero; overwrites ``b``.
 
-        With ``rtol=0`` it must not wait for the device, so it cannot stop early. It masks the later steps instead.
+        With ``rtol=0`` it does not wait for the device, so it cannot stop early. Later steps are masked instead.
+
+        Returns:
+            What was found.
         """
+        loop = getattr(operator.matvec, "loop", None)
+        if loop is not None:
+            with loop() as advance:
+                return self._run_compiled(operator, b, target, max_steps, advance)
+        state = self._begin(operator, b, target)
+        for step in range(max_steps - self.begun):
+            if self.rtol > 0 and bool(self._is_done(operator, state)):
+                break
+            state = self._advance(operator, state, first=step == 0)
+        return self._end(operator, state)
+
+    def _run_compiled(self, operator: Operator, b: Tensor, target: Number, max_steps: int, advance: Step) -> Run:
+        """The same by steps that are one graph each."""
+        operator = replace(operator, host=False)
+        state = self._begin(operator, b, torch.as_tensor(target, dtype=b.dtype, device=b.device))
+        for _ in range(max_steps - self.begun):
+            if self.rtol > 0 and bool(self._is_done(operator, state)):
+                break
+            safe_point()
+            state = type(state)(*advance(state))
+        return self._end(operator, state)
+
+    def step_of_tensors(self, matvec: Matvec, like: Tensor) -> tuple[Step, list[Tensor]]:
+        """A step of the iteration as a function of tensors, which can be traced.
+
+        Args:
+            matvec: As in :meth:`LinearSolver.__call__`.
+            like: A vector.
+
+        Returns:
+            The function, and tensors that it can be tried on.
+        """
+        work = torch.promote_types(like.dtype, torch.float32)
+        blank, operator = (Operator(product, like.dtype, self.damping) for product in (torch.clone, matvec))
+        with torch.no_grad():
+            typical = self._begin(blank, probe(like.to(work)), torch.zeros((), dtype=work, device=like.device))
+
+        def step(tensors: Sequence[Tensor]) -> list[Tensor]:
+            # Copies, since a step overwrites what it is given.
+            return [*self._advance(operator, type(typical)(*(t.clone() for t in tensors)), first=None)]
+
+        return step, [tensor.detach() for tensor in typical]
+
+    @abstractmethod
+    def _begin(self, operator: Operator, b: Tensor, target: Number) -> Any:
+        """What the iteration remembers at its start: a tuple of vectors and numbers."""
+
+    @abstractmethod
+    def _advance(self, operator: Operator, state: Any, *, first: bool | None) -> Any:
+        """Make a step; ``first`` is None if that is known on the device only. Overwrites what it is given."""
+
+    @abstractmethod
+    def _is_done(self, operator: Operator, state: Any) -> Number:
+        """Whether no further step is needed."""
+
+    @abstractmethod
+    def _end(self, operator: Operator, state: Any) -> Run:
+        """What the iteration has found."""
 
     @abstractmethod
     def _failure(self, step: int, value: float) -> str:

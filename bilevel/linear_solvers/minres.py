@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -11,7 +11,40 @@ from typing_extensions import override
 
 from bilevel.linear_solvers.base import Operator, norm
 from bilevel.linear_solvers.iterative import Iterative, Run
+from bilevel.linear_solvers.numbers import (
+    Number,
+    add_scaled,
+    add_scaled_,
+    divide,
+    hypotenuse,
+    larger,
+    negate,
+    nought,
+    pick,
+)
 from bilevel.parallel import dot
+
+
+class _State(NamedTuple):
+    """The solution, the last two Lanczos vectors and directions, and the numbers of the recursion."""
+
+    x: Tensor
+    q: Tensor
+    older: Tensor
+    w: Tensor
+    w_older: Tensor
+    remaining: Number
+    steps: Number
+    failed: Number
+    value: Number
+    largest: Number
+    beta: Number
+    sine: Number
+    shift: Number
+    epsilon: Number
+    cosine: Number
+    running: Number
+    target: Number
 
 
 @final
@@ -46,41 +79,51 @@ class MINRES(Iterative):
     advice: ClassVar[str] = "raise max_steps, add damping, or set rtol=0 to ask for a truncated solution."
 
     @override
-    def _run(self, operator: Operator, b: Tensor, target: Tensor, max_steps: int) -> Run:
-        x, q, older = torch.zeros_like(b), b, torch.zeros_like(b)
-        w, w_older = torch.zeros_like(b), torch.zeros_like(b)
-        remaining = norm(b)
-        steps = failed = value = largest = beta = sine = shift = epsilon = torch.zeros_like(remaining)
-        cosine, running = torch.full_like(remaining, -1.0), torch.ones_like(remaining, dtype=torch.bool)
-        for _ in range(max_steps):
-            active = running & (remaining > operator.eps)
-            if self.rtol > 0 and bool(~active | (remaining <= target)):
-                break
-            u = operator(q) - beta * older
-            alpha = dot(q, u)
-            u = u - alpha * q
-            beta, beta_before = norm(u), beta
-            largest = torch.maximum(largest, alpha.abs() + beta + beta_before)
-            # One more column of the tridiagonal matrix: the last rotation is applied, then the next one found.
-            delta, gamma_bar = cosine * shift + sine * alpha, sine * shift - cosine * alpha
-            epsilon_before, epsilon, shift = epsilon, sine * beta, -cosine * beta
-            gamma = torch.hypot(gamma_bar, beta)
-            cosine, sine = gamma_bar / gamma, beta / gamma
-            w, w_older = (q - epsilon_before * w_older - delta * w) / gamma, w
-            step = cosine * remaining * w
-            # Singular if the step is so long that its rounding error alone is of the size of the residual.
-            tiny = 10 * operator.eps * largest
-            singular = active & ((gamma <= tiny) | (tiny * norm(step) > remaining))
-            # A residual at rounding level is a solution, whatever the curvature of what is left.
-            failed = torch.where(singular & (remaining > operator.eps**0.5), 1.0, failed)
-            value = torch.where(singular, remaining, value)
-            active = active & ~singular
-            x = torch.where(active, x + step, x)
-            remaining = torch.where(active, sine * remaining, remaining)
-            steps = steps + active
-            running = active & (beta > tiny)
-            older, q = q, u / beta
-        return Run(x, remaining, steps, failed, value)
+    def _begin(self, operator: Operator, b: Tensor, target: Number) -> _State:
+        remaining = operator.number(norm(b))
+        zero, x, nothing = nought(remaining), torch.zeros_like(b), torch.zeros_like(b)
+        recursion = (zero, zero, zero, zero, zero, zero - 1)
+        return _State(x, b, nothing, nothing, nothing, remaining, zero, zero, zero, *recursion, remaining >= 0, target)
+
+    @override
+    def _advance(self, operator: Operator, state: _State, *, first: bool | None) -> _State:
+        x, q, older, w, w_older, remaining, steps, failed, value, *recursion, running, target = state
+        largest, beta_before, sine, shift, epsilon_before, cosine = recursion
+        active = running & (remaining > operator.eps)
+        u = add_scaled(operator(q), older, -beta_before)
+        alpha = operator.number(dot(q, u))
+        u = add_scaled_(u, q, -alpha)
+        beta = operator.number(norm(u))
+        largest = larger(largest, abs(alpha) + beta + beta_before)
+        # One more column of the tridiagonal matrix: the last rotation is applied, then the next one found.
+        delta, gamma_bar = cosine * shift + sine * alpha, sine * shift - cosine * alpha
+        epsilon, shift = sine * beta, -cosine * beta
+        gamma = hypotenuse(gamma_bar, beta)
+        cosine, sine = divide(gamma_bar, gamma), divide(beta, gamma)
+        new = add_scaled_(add_scaled(q, w_older, -epsilon_before), w, -delta).div_(gamma)
+        reach = cosine * remaining
+        # Singular if the step is so long that its rounding error alone is of the size of the residual.
+        tiny = 10 * operator.eps * largest
+        singular = active & ((gamma <= tiny) | (tiny * abs(reach) * operator.number(norm(new)) > remaining))
+        # A residual at rounding level is a solution, whatever the curvature of what is left.
+        failed = pick(singular & (remaining > operator.eps**0.5), nought(failed) + 1, failed)
+        value = pick(singular, remaining, value)
+        active = active & negate(singular)
+        if isinstance(active, Tensor):
+            x = torch.where(active, add_scaled(x, new, reach), x)
+        elif active:
+            x = add_scaled_(x, new, reach)
+        remaining = pick(active, sine * remaining, remaining)
+        numbers = (remaining, steps + active, failed, value, largest, beta, sine, shift, epsilon, cosine)
+        return _State(x, u.div_(beta), q, new, w, *numbers, active & (beta > tiny), target)
+
+    @override
+    def _is_done(self, operator: Operator, state: _State) -> Number:
+        return negate(state.running & (state.remaining > operator.eps)) | (state.remaining <= state.target)
+
+    @override
+    def _end(self, operator: Operator, state: _State) -> Run:
+        return Run(state.x, state.remaining, state.steps, state.failed, state.value)
 
     @override
     def _failure(self, step: int, value: float) -> str:

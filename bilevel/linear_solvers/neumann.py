@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, final
+from typing import ClassVar, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -11,10 +11,25 @@ from typing_extensions import override
 
 from bilevel.linear_solvers.base import Operator, check_number, norm
 from bilevel.linear_solvers.iterative import Iterative, Run, probe
+from bilevel.linear_solvers.numbers import Number, add_scaled_, divide, is_infinite, larger, negate, nought, pick
 from bilevel.parallel import dot, length
 
 POWER_STEPS = 10
 SAFETY = 1.1
+
+
+class _State(NamedTuple):
+    """The sum so far, and the size of its residual before the last term; and how it goes."""
+
+    x: Tensor
+    b: Tensor
+    size: Number
+    steps: Number
+    value: Number
+    active: Number
+    rounding: Number
+    scale: Number
+    target: Number
 
 
 @final
@@ -46,6 +61,7 @@ class Neumann(Iterative):
     rtol: float = 0.0
     scale: float | None = None
 
+    begun: ClassVar[int] = 1
     advice: ClassVar[str] = "raise max_steps (the series is slow for ill-conditioned matrices), add damping, or use CG."
 
     @override
@@ -56,32 +72,45 @@ class Neumann(Iterative):
             check_number(self, "scale", self.scale, above=0, or_equal=False, advice=" None estimates it.")
 
     @override
-    def _run(self, operator: Operator, b: Tensor, target: Tensor, max_steps: int) -> Run:
-        scale = _estimate(operator, b) if self.scale is None else torch.full_like(target, self.scale)
-        x, r, size = torch.zeros_like(b), b, norm(b)
-        steps = value = torch.zeros_like(size)
+    def _begin(self, operator: Operator, b: Tensor, target: Number) -> _State:
+        size = operator.number(norm(b))
+        scale = self.scale if self.scale is not None else operator.number(_estimate(operator, b))
+        if isinstance(size, Tensor):
+            scale = torch.as_tensor(scale).to(size)
         # A zero matrix has an infinite scale.
-        zero = (size > 0) & scale.isinf()
-        active = ~zero
-        rounding = torch.full_like(size, 100 * operator.eps)
-        for step in range(max_steps):
-            if step > 0:
-                r = b - operator(x)
-                # The sum of the residuals so far bounds |x| / scale, and so the rounding error of x.
-                rounding = torch.add(rounding, size, alpha=100 * operator.eps)
-                # Residuals are at most of length one until the series diverges: no need of the safe norm.
-                before, size = size, length(r)
-                # For symmetric matrices these quotients never fall: one above 1 is proof of divergence.
-                grows = active & (size > torch.maximum(before * (1 + operator.eps**0.5), rounding))
-                value = torch.where(grows, size / before, value)
-                active = active & ~grows
-            active = active & (size != 0)
-            if self.rtol > 0 and bool(~active | (size <= target)):
-                break
-            x = torch.addcmul(x, r, torch.where(active, scale, 0.0))
-            r = b  # frees the residual before the next product
-            steps = steps + active
-        return Run(x, size, steps, (zero | (value > 0)).to(b.dtype), value)
+        zero = (size > 0) & is_infinite(scale)
+        none = nought(size)
+        state = _State(torch.zeros_like(b), b, size, none, none, negate(zero), none + 100 * operator.eps, scale, target)
+        return self._add(state, b)
+
+    @override
+    def _advance(self, operator: Operator, state: _State, *, first: bool | None) -> _State:
+        x, b, before, _, value, active, rounding, *_ = state
+        r = b - operator(x)
+        # The sum of the residuals so far bounds |x| / scale, and so the rounding error of x.
+        rounding = rounding + 100 * operator.eps * before
+        # Residuals are at most of length one until the series diverges: no need of the safe norm.
+        size = operator.number(length(r))
+        # For symmetric matrices these quotients never fall: one above 1 is proof of divergence.
+        grows = active & (size > larger(before * (1 + operator.eps**0.5), rounding))
+        value = pick(grows, divide(size, before), value)
+        active = active & negate(grows)
+        return self._add(state._replace(size=size, value=value, active=active, rounding=rounding), r)
+
+    def _add(self, state: _State, r: Tensor) -> _State:
+        """One term more, unless the residual is small enough."""
+        active = state.active & (state.size != 0) & (state.size > state.target)
+        x = add_scaled_(state.x, r, pick(active, state.scale, 0.0))
+        return state._replace(x=x, active=active, steps=state.steps + active)
+
+    @override
+    def _is_done(self, operator: Operator, state: _State) -> Number:
+        return negate(state.active)
+
+    @override
+    def _end(self, operator: Operator, state: _State) -> Run:
+        zero = (state.size > 0) & is_infinite(state.scale)
+        return Run(state.x, state.size, state.steps, zero | (state.value > 0), state.value)
 
     @override
     def _failure(self, step: int, value: float) -> str:

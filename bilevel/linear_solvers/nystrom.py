@@ -72,7 +72,7 @@ class Nystrom(LinearSolver):
         )
 
     @override
-    def _solve(self, matvec: Matvec, v: Tensor, x0: Tensor | None) -> Attempt:
+    def _solve(self, matvec: Matvec, v: Tensor, x0: Tensor | None, root: Matvec | None) -> Attempt:
         plain, damped = Operator(matvec, v.dtype, 0.0), Operator(matvec, v.dtype, self.damping)
         v = v.to(torch.promote_types(v.dtype, torch.float32))
         rank = min(self.rank, v.numel())

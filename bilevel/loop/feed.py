@@ -72,13 +72,12 @@ class Feed:
             Whatever the loader yields.
         """
         given, batches = self._given, self._batches
-        before = self._now() if getattr(self._source, "num_workers", 0) else {}
         try:
             return self._draw()
         except Exception:
             if not self._kept or not self.lost_workers():
                 raise
-        self._start_again(given, batches, before)
+        self._start_again(given, batches)
         return self._draw()
 
     def lost_workers(self) -> bool:
@@ -205,8 +204,9 @@ class Feed:
         moved = self._moved()
         set_numbers(self._source, {name: value for name, value in values.items() if name in moved})
 
-    def _start_again(self, given: int, batches: str, before: dict[str, Any]) -> None:
+    def _start_again(self, given: int, batches: str) -> None:
         """Begin the present pass anew, with other workers, and go to where it was."""
+        before = self._now()  # a loader whose workers are gone has drawn nothing since
         self._go_to(self._start)
         self._given, self._iterator = 0, None
         for _ in range(given):

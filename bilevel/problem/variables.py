@@ -45,7 +45,8 @@ class Variables(nn.Module):
         Returns:
             Leaves of the autograd graph.
         """
-        return dict(zip(self.problem.params, self.weights, strict=True))
+        # Not by the iterator of ParameterList, which takes as long as a small layer.
+        return dict(zip(self.problem.params, self.weights._parameters.values(), strict=True))  # type: ignore[arg-type]
 
     def buffer_values(self) -> dict[str, Tensor]:
         """The buffers by name.

@@ -8,6 +8,7 @@ from bilevel.linear_solvers import CG, Exact, Identity, Neumann, Nystrom
 from bilevel.response.base import BestResponse, Method
 from bilevel.response.centered_stn import CenteredSTN
 from bilevel.response.delta_stn import DeltaSTN
+from bilevel.response.diagonal import Diagonal
 from bilevel.response.implicit import Implicit
 from bilevel.response.stn import STN
 from bilevel.response.unrolled import Unrolled
@@ -60,6 +61,7 @@ __all__ = [
     "BestResponse",
     "CenteredSTN",
     "DeltaSTN",
+    "Diagonal",
     "Implicit",
     "Method",
     "Unrolled",

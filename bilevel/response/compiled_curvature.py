@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple, final
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, cast, final
 
 from torch import Tensor, nn
 from torch.func import functional_call
 from typing_extensions import override
 
 from bilevel.compilation import Later, Staged
+from bilevel.linear_solvers import LinearSolver
+from bilevel.linear_solvers.iterative import Iterative
 from bilevel.problem import Variables
 from bilevel.response.curvature import Curvature, flatten
 
@@ -19,6 +22,20 @@ class Products(NamedTuple):
 
     of_weights: Later
     of_hyper: Later
+    step: Later | None = None
+
+    def __call__(self, vector: Tensor) -> Tensor:
+        """As :meth:`product`.
+
+        Returns:
+            A tensor of shape ``(m,)``.
+        """
+        return self.product(vector)
+
+    @property
+    def loop(self) -> Callable[[], AbstractContextManager[Callable[[Sequence[Tensor]], Sequence[Tensor]]]] | None:
+        """Makes whole steps of the solver inside a block, from all that it remembers; None if it makes none."""
+        return None if self.step is None else self.step.repeated
 
     def product(self, vector: Tensor) -> Tensor:
         """As :meth:`Curvature.product`.
@@ -41,8 +58,9 @@ class Products(NamedTuple):
 class CompiledCurvature:
     """Makes the products of a curvature from a graph that is compiled once and serves at every point."""
 
-    def __init__(self, kind: type[Curvature], inner: Variables) -> None:
-        """Compile this kind of curvature at the first call."""
+    def __init__(self, kind: type[Curvature], inner: Variables, solver: LinearSolver) -> None:
+        """Compile this kind of curvature at the first call, and a step of the solver if it makes any."""
+        self._solver = solver if isinstance(solver, Iterative) else None
         self._builder = _Builder(kind, inner)
         self._names = [name for name, _ in self._builder.named_parameters()]
         self._buffer_names = [name for name, _ in self._builder.named_buffers()]
@@ -67,10 +85,14 @@ class CompiledCurvature:
         named = dict(zip([*self._names, *self._buffer_names], [*weights, *buffers], strict=True))
         curvature: Curvature = functional_call(self._builder, named, (hyper, batch))
         like = flatten(weights).detach()
-        return None, [
+        parts = [
             Later(lambda vector: [curvature.product(_only(vector))], [like]),
             Later(lambda vector: [curvature.cross_vjp(_only(vector))], [like]),
         ]
+        if self._solver is not None:
+            step, typical = self._solver.step_of_tensors(curvature.product, like)
+            parts.append(Later(cast(Any, step), typical, typical=True))
+        return None, parts
 
 
 def _only(tensors: Sequence[Tensor | None]) -> Tensor:

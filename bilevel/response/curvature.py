@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, final
 
 import torch
@@ -46,6 +46,8 @@ class Curvature(ABC):
             values = Named("hyperparameter", natural)
             self.loss = inner.problem.inner_loss(self._model(inner), values, batch).value
             self.gradient = _gradient(self.loss, self.weights)
+            # In one piece, since every product has to look at each tensor that it starts from.
+            self._flat = flatten(_zeros_for_none(self.gradient, self.weights))
 
     def _model(self, inner: Variables) -> Model:
         """What the loss sees."""
@@ -75,7 +77,7 @@ class Curvature(ABC):
         Returns:
             By name; None where the gradient of the inner loss does not depend on the hyperparameter.
         """
-        parts = vjp(self.gradient, list(self.hyper.values()), unflatten(vector, self.weights), retain_graph=True)
+        parts = vjp([self._flat], list(self.hyper.values()), [vector], retain_graph=True)
         return dict(zip(self.hyper, parts, strict=True))
 
     def cross_vjp(self, vector: Tensor) -> Tensor:
@@ -114,7 +116,7 @@ class Hessian(Curvature):
     @override
     def product(self, vector: Tensor) -> Tensor:
         r"""Differentiate the gradient, :math:`\mathbf{H} p = \nabla_w (p^\top \nabla_w \mathcal{L}_T)`."""
-        parts = vjp(self.gradient, self.weights, unflatten(vector, self.weights), retain_graph=True)
+        parts = vjp([self._flat], self.weights, [vector], retain_graph=True)
         return flatten(_zeros_for_none(parts, self.weights))
 
 
@@ -140,7 +142,9 @@ class GaussNewton(Curvature):
         super().__init__(inner, hyper, batch, check=check)
         with self.gate.closed():
             self.slopes = _gradient(self.loss, [*self.seen, *self.read])
-            bypass = vjp([self.loss], self.weights, [torch.ones_like(self.loss)], retain_graph=True)
+            bypass = []
+            if check:
+                bypass = vjp([self.loss], self.weights, [torch.ones_like(self.loss)], retain_graph=True)
         if check and any(part is not None and bool(part.any()) for part in bypass):
             raise ValueError(
                 "curvature='gauss_newton' cannot see how inner_loss depends on the weights: it must do so through what "
@@ -148,9 +152,13 @@ class GaussNewton(Curvature):
                 "through other objects, forward hooks, or derivatives of model(x) in x (a gradient penalty). Return "
                 "those tensors, or use curvature='hessian'."
             )
+
+    @cached_property
+    def _transposed(self) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Cotangents of the outputs, of which the product with the transposed Jacobian is linear, and that product."""
         with torch.enable_grad():
-            self.dummies = [torch.zeros_like(output).requires_grad_() for output in self.outputs]
-            self.transposed = vjp(self.outputs, self.weights, self.dummies, create_graph=True, retain_graph=True)
+            dummies = [torch.zeros_like(output).requires_grad_() for output in self.outputs]
+            return dummies, vjp(self.outputs, self.weights, dummies, create_graph=True, retain_graph=True)
 
     @override
     def _model(self, inner: Variables) -> Model:
@@ -177,12 +185,24 @@ class GaussNewton(Curvature):
     def product(self, vector: Tensor) -> Tensor:
         r"""Three products in turn: with the Jacobian, with :math:`\nabla^2 \ell`, with the transposed Jacobian."""
         change = unflatten(vector, self.weights)
-        along = _zeros_for_none(vjp(self.transposed, self.dummies, change, retain_graph=True), self.dummies)
-        arguments = [*self.seen, *self.read]
-        with self.gate.closed():
-            bent = _zeros_for_none(vjp(self.slopes, arguments, [*along, *change], retain_graph=True), arguments)
+        dummies, transposed = self._transposed
+        along = _zeros_for_none(vjp(transposed, dummies, change, retain_graph=True), dummies)
+        bent = self.bend([*along, *change])
         parts = vjp([*self.outputs, *self.read], self.weights, bent, retain_graph=True)
         return flatten(_zeros_for_none(parts, self.weights))
+
+    def bend(self, change: Sequence[Tensor]) -> list[Tensor]:
+        r"""The product with :math:`\nabla^2 \ell`.
+
+        Args:
+            change: Of the outputs, then of the weights that the loss reads.
+
+        Returns:
+            Likewise.
+        """
+        arguments = [*self.seen, *self.read]
+        with self.gate.closed():
+            return _zeros_for_none(vjp(self.slopes, arguments, change, retain_graph=True), arguments)
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:

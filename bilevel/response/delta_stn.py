@@ -73,8 +73,7 @@ class DeltaResponse(CenteredResponse):
 
     advice = (
         "delta_stn differentiates what forward mode computes, and an operation of the network or of inner_loss has no "
-        "such derivative. Use method='centered_stn', or replace the operation (nn.GLU by x * gate.sigmoid(), "
-        "nn.Hardsigmoid by nn.Hardtanh(0, 1) of x / 6 + 1 / 2)."
+        "such derivative. Use method='centered_stn', or replace the operation."
     )
 
     @override

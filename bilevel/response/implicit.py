@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import Tensor
@@ -24,12 +24,14 @@ from typing_extensions import override
 from bilevel.checks import check_continuous, check_dependence, check_outputs, check_smooth, isolated, repeatable
 from bilevel.linear_solvers import CG, LinearSolver, LinearSolverError
 from bilevel.linear_solvers.base import Matvec
+from bilevel.linear_solvers.iterative import Iterative
 from bilevel.parallel import added, count, flat_like, is_sharded, plain, whole
 from bilevel.precision import has_half_precision, own_precision
 from bilevel.problem import Loss, Model, Problem
 from bilevel.response.base import BestResponse, Doubt, Method
 from bilevel.response.compiled_curvature import CompiledCurvature, Products
 from bilevel.response.curvature import Curvature, GaussNewton, Hessian, flatten, unflatten
+from bilevel.response.diagonal import Diagonal, root_of
 
 FAMILY = "implicit differentiation"
 HALF_PRECISION = (
@@ -55,15 +57,17 @@ class Implicit(Method):
         curvature: ``"hessian"``, or ``"gauss_newton"`` for the positive semi-definite matrix in which the network is
             linearised.
         warm_start: Start the solver from the solution of the previous outer step.
+        preconditioner: Lets a solver that iterates take fewer steps to the same solution; made anew at each outer step.
 
     Example:
-        >>> Implicit(CG(max_steps=5))
-        Implicit(linear_solver=CG(max_steps=5, rtol=1e-06, damping=0.0), curvature='hessian', warm_start=True)
+        >>> Implicit(CG(max_steps=5)).curvature
+        'hessian'
     """
 
     linear_solver: LinearSolver = field(default_factory=CG)
     curvature: str = "hessian"
     warm_start: bool = True
+    preconditioner: Diagonal | None = None
 
     def __post_init__(self) -> None:
         """Check the settings.
@@ -80,6 +84,18 @@ class Implicit(Method):
             raise ValueError(f"Implicit: curvature must be 'hessian' or 'gauss_newton', got {self.curvature!r}.")
         if not isinstance(self.warm_start, bool):
             raise ValueError(f"Implicit: warm_start must be True or False, got {self.warm_start!r}.")
+        if self.preconditioner is None:
+            return
+        if not isinstance(self.preconditioner, Diagonal):
+            raise TypeError(
+                f"Implicit: preconditioner must be a preconditioner such as bilevel.Diagonal(), got "
+                f"{self.preconditioner!r}."
+            )
+        if not isinstance(self.linear_solver, Iterative):
+            raise ValueError(
+                f"Implicit: a preconditioner is for solvers that iterate, CG, MINRES and Neumann, and "
+                f"{type(self.linear_solver).__name__} does not: leave it out."
+            )
 
     @override
     def bind(self, problem: Problem) -> ImplicitResponse:
@@ -115,6 +131,11 @@ class ImplicitResponse(BestResponse):
                 f"Implicit: {type(self.settings.linear_solver).__name__} needs whole vectors, and the weights are "
                 "divided among processes: use CG, MINRES, Neumann or Identity."
             )
+        if self.settings.preconditioner is not None:
+            raise ValueError(
+                "Implicit: a preconditioner needs whole vectors, and the weights are divided among processes: leave it "
+                "out."
+            )
         self.guess = flat_like(self.guess, like)
         self._solution = self.guess
 
@@ -122,7 +143,9 @@ class ImplicitResponse(BestResponse):
     def connect(self, optimizer: Optimizer, clip: float | None) -> None:
         """Compile the products if ``compiles`` is set; the optimizer is not used."""
         if self.compiles:
-            self._compiled = CompiledCurvature(CURVATURES[self.settings.curvature], self.inner)
+            self._compiled = CompiledCurvature(
+                CURVATURES[self.settings.curvature], self.inner, self.settings.linear_solver
+            )
 
     @override
     def check(self, hyper: Tensor, batch: Any) -> None:
@@ -174,10 +197,12 @@ class ImplicitResponse(BestResponse):
         Returns:
             A tensor of shape ``(h,)``; with several processes, the part of this one, of the sum of all their u.
         """
-        curvature, share = self._products(hyper, plain(train_batch)), self._share(train_batch)
+        share = self._share(train_batch)
+        root = self._root(hyper, plain(train_batch), share)
+        curvature = self._products(hyper, plain(train_batch))
         guess = self.guess if self.settings.warm_start else None
         right = self._sum(cotangent)
-        found = self.settings.linear_solver.attempt(self._added(curvature, share), right, guess)
+        found = self.settings.linear_solver.attempt(self._added(curvature, share), right, guess, root)
         self._solution = found.solution
 
         def settle(facts: list[float]) -> None:
@@ -188,6 +213,8 @@ class ImplicitResponse(BestResponse):
                     error.add_note(HALF_PRECISION)
                 raise
             self.report = {"residual": found.residual, "solver_steps": steps}
+            if self.settings.preconditioner is not None:
+                self.report["preconditioner_products"] = torch.full_like(steps, self.settings.preconditioner.probes)
 
         if self.doubts is None:
             settle(found.facts.tolist())
@@ -196,6 +223,13 @@ class ImplicitResponse(BestResponse):
         part = -curvature.cross_vjp(whole(found.solution))
         return part if share is None else torch.where(share == 0, 0.0, share.to(part) * part)
 
+    def _root(self, hyper: Tensor, batch: Any, share: Tensor | None) -> Matvec | None:
+        """The preconditioner on this batch, if there is one."""
+        preconditioner, solver = self.settings.preconditioner, self.settings.linear_solver
+        if preconditioner is None or not isinstance(solver, Iterative):
+            return None
+        return root_of(self._add(preconditioner.estimate(self.inner, hyper, batch), share), solver.damping)
+
     def _share(self, batch: Any) -> Tensor | None:
         """The part of the examples that this process has, or None if it is the only one."""
         group = self.inner.group
@@ -203,6 +237,8 @@ class ImplicitResponse(BestResponse):
 
     def _added(self, curvature: Curvature | Products, share: Tensor | None) -> Matvec:
         """Products with the curvature of all processes: one all-reduce each, of the size of the weights."""
+        if isinstance(curvature, Products):  # of one process
+            return cast(Matvec, curvature)
         return curvature.product if share is None else lambda vector: self._add(curvature.product(whole(vector)), share)
 
     def _add(self, vector: Tensor, share: Tensor | None) -> Tensor:

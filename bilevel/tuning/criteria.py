@@ -61,7 +61,7 @@ class Criterion:
 def criterion_of(loss: Any) -> Criterion:
     """Make a criterion of a loss of PyTorch, or of any function ``(output, target) -> Tensor``.
 
-    ``F.cross_entropy`` and ``nn.CrossEntropyLoss`` are known by name. What has a ``reduction`` is called with
+    ``F.cross_entropy``, ``F.nll_loss`` and their modules are known by name. What has a ``reduction`` is called with
     ``"none"``. Anything else is called as it is.
 
     Args:
@@ -85,12 +85,18 @@ def criterion_of(loss: Any) -> Criterion:
     if isinstance(loss, nn.CrossEntropyLoss):
         settings = {"weight": loss.weight, "ignore_index": loss.ignore_index, "reduction": loss.reduction}
         return _cross_entropy(settings, loss.label_smoothing)
+    if isinstance(loss, nn.NLLLoss):
+        # The cross entropy of log-probabilities, whose softmax is the identity; with the curvature that Δ-STN needs.
+        settings = {"weight": loss.weight, "ignore_index": loss.ignore_index, "reduction": loss.reduction}
+        return _cross_entropy(settings, 0.0, "nll_loss")
     given: dict[str, Any] = {}
     function = loss
     if isinstance(loss, partial) and not loss.args:
         function, given = loss.func, dict(loss.keywords)
     if function is F.cross_entropy:
         return _cross_entropy(given, given.pop("label_smoothing", 0.0))
+    if function is F.nll_loss:
+        return _cross_entropy(given, 0.0, "nll_loss")
     name = getattr(function, "__name__", type(function).__name__)
     if isinstance(function, nn.Module):
         reduction = getattr(function, "reduction", None)
@@ -129,12 +135,12 @@ def verified(criterion: Criterion, loss: Any, output: Any, target: Any) -> Crite
     return Criterion(criterion.name, _as_it_is(loss), splits=False)
 
 
-def _cross_entropy(settings: Mapping[str, Any], smoothing: float) -> Criterion:
+def _cross_entropy(settings: Mapping[str, Any], smoothing: float, name: str = "cross_entropy") -> Criterion:
     known = {"weight", "ignore_index", "reduction"}
     unknown = [name for name in settings if name not in known]
     if unknown:
-        raise ValueError(f"tune: loss has the argument {unknown[0]!r} of F.cross_entropy, which is not supported.")
-    return Criterion("cross_entropy", partial(cross_entropy, **settings), smooths=True, smoothing=smoothing)
+        raise ValueError(f"tune: loss has the argument {unknown[0]!r} of F.{name}, which is not supported.")
+    return Criterion(name, partial(cross_entropy, **settings), smooths=True, smoothing=smoothing)
 
 
 def cross_entropy(

@@ -20,7 +20,7 @@ from bilevel.loop import Solution, TuningWarning, solve
 from bilevel.parallel import is_sharded
 from bilevel.problem import Model, Problem
 from bilevel.regularizers import CutMix, LabelSmoothing, Mixup, Regularizer, WeightDecay, regularized_loss
-from bilevel.response import Method, get_method
+from bilevel.response import DeltaSTN, Method, get_method
 from bilevel.response.hypernetwork import Hypernetwork
 from bilevel.solver import OptimizerFactory
 from bilevel.tuning.criteria import Criterion, criterion_of, verified
@@ -151,6 +151,11 @@ def tune(
         *regularizers,
     ]
     _check_criterion(criterion, used)
+    if isinstance(settings, DeltaSTN) and criterion.name in ("BCELoss", "binary_cross_entropy"):
+        raise ValueError(
+            "tune: delta_stn linearises the predictions, which then leave [0, 1], where binary_cross_entropy is not "
+            "defined: return logits, without the sigmoid, and pass nn.BCEWithLogitsLoss(); or method='centered_stn'."
+        )
     if any(isinstance(regularizer, WeightDecay) for regularizer in used):
         warn_if_it_decays(net, options.get("inner_optimizer"))
     rates = dropout_of(net, sample, dropout, possible=isinstance(settings, Hypernetwork))

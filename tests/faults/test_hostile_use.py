@@ -20,7 +20,7 @@ import bilevel
 import bilevel.report.find
 from bilevel import events
 from bilevel.checkpoint import load
-from bilevel.interrupts import Waiting
+from bilevel.interrupts import Waiting, safe_point
 from bilevel.loop.ending import Ending
 
 
@@ -76,6 +76,7 @@ GROUPS = [
     pytest.param(signal.SIGUSR1, "fork", marks=pytest.mark.slow),
     pytest.param(signal.SIGINT, "fork", marks=pytest.mark.slow),
     pytest.param(signal.SIGTERM, "spawn", marks=pytest.mark.slow),
+    pytest.param(signal.SIGINT, "spawn", marks=pytest.mark.slow),
 ]
 
 
@@ -192,6 +193,25 @@ class TestErrors:
         assert record.end["stopped"] == ("interrupted" if number == signal.SIGINT else "terminated")
         assert load(file)["rounds"] == len(record.rows) >= 3
         assert_same(result(with_workers(file, context)), result(with_workers(None, context)))
+
+    @pytest.mark.skipif(not hasattr(signal, "SIGCHLD"), reason="no SIGCHLD")
+    @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+    @pytest.mark.parametrize("inside", [True, False])
+    def test_workers_that_die_while_a_step_is_made(self, number, inside):
+        """PyTorch's handler would raise at the end of the step, and the round would be lost."""
+        former = signal.signal(signal.SIGCHLD, lambda *_: 1 / 0)
+        try:
+            with Ending(True) as ending:
+                with Waiting():
+                    for one in (number, signal.SIGCHLD):
+                        signal.raise_signal(one)
+                    if inside:
+                        safe_point()
+                assert ending.reason == ("interrupted" if number == signal.SIGINT else "terminated")
+            with pytest.raises(ZeroDivisionError):
+                signal.raise_signal(signal.SIGCHLD)
+        finally:
+            signal.signal(signal.SIGCHLD, former)
 
     @pytest.mark.parametrize("reason", [signal.SIGTERM, signal.SIGINT])
     def test_workers_that_got_the_signal_too(self, tmp_path, reason):

@@ -1,0 +1,114 @@
+"""A preconditioner: the diagonal of the Gauss-Newton matrix, estimated by a few probes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from bilevel.autodiff import vjp
+from bilevel.linear_solvers.base import check_count
+from bilevel.problem import Variables
+from bilevel.response.curvature import GaussNewton, flatten
+from bilevel.rng import Stream
+
+
+@final
+@dataclass(frozen=True, kw_only=True)
+class Diagonal:
+    r"""Divide every weight by the root of its own curvature, so that iterations need not resolve different scales.
+
+    With a matrix :math:`\mathbf{A} = \mathbf{H} + \mu \mathbf{I}` and :math:`\mathbf{D}` close to its diagonal, a
+    solver finds y in
+
+    .. math::
+        \mathbf{D}^{-1/2} \mathbf{A} \mathbf{D}^{-1/2} y = \mathbf{D}^{-1/2} v, \qquad u = \mathbf{D}^{-1/2} y,
+
+    which has the same solution u for any positive :math:`\mathbf{D}`. The closer all diagonal entries of the new matrix
+    are to one, the fewer steps it takes where weights, or the inputs that they multiply, have different scales. With
+    the loss as a function of outputs and of the weights that penalties read, :math:`\ell(y, w)`, random signs z of the
+    outputs and :math:`\zeta` of the weights,
+
+    .. math::
+        d = \Bigl|\operatorname{mean}\, (\mathbf{J}^\top z) \odot (\mathbf{J}^\top \nabla^2_y \ell\, z)\Bigr|
+          + \Bigl|\operatorname{mean}\, \zeta \odot \nabla^2_w \ell\, \zeta\Bigr| + \mu
+
+    estimates the diagonal of the Gauss-Newton matrix. Signs of outputs, instead of signs of all weights
+    (Hutchinson), give every entry the same relative error, however small it is beside the others. For a loss without
+    a network, the second term is all there is, and is Hutchinson's estimate. The diagonal is made anew at every
+    outer step, on the batch of that step, and a probe costs about as much as a product with the Hessian.
+
+    Attributes:
+        probes: How many draws of signs are averaged. The signs are always the same ones.
+
+    Example:
+        >>> import bilevel
+        >>> bilevel.Implicit(bilevel.CG(max_steps=16, rtol=0.0), preconditioner=Diagonal(probes=4)).preconditioner
+        Diagonal(probes=4)
+
+    References:
+        Bekas, Kokiopoulou and Saad (2007), An estimator for the diagonal of a matrix.
+    """
+
+    probes: int = 4
+
+    def __post_init__(self) -> None:
+        """Check the setting."""
+        check_count(self, "probes", self.probes)
+
+    def estimate(self, inner: Variables, hyper: Tensor, batch: Any) -> Tensor:
+        """The diagonal, without damping.
+
+        Args:
+            inner: The network.
+            hyper: Shape ``(h,)``.
+            batch: For the inner loss.
+
+        Returns:
+            A tensor of shape ``(m,)``, nowhere negative.
+        """
+        with Stream.current(hyper.device)():  # the loss draws what it will draw for the matrix itself
+            curvature = GaussNewton(inner, hyper, batch, check=False)
+        through, read = [], []
+        for probe in range(self.probes):
+            signs = [_signs(tensor, probe) for tensor in [*curvature.seen, *curvature.read]]
+            bent = curvature.bend(signs)
+            count = len(curvature.seen)
+            left, right = (_pulled(curvature, part[:count]) for part in (signs, bent))
+            through.append(left * right)
+            read.append(flatten([a * b for a, b in zip(signs[count:], bent[count:], strict=True)]))
+        return (sum(through) / self.probes).abs() + (sum(read) / self.probes).abs()  # type: ignore[union-attr]
+
+
+def root_of(diagonal: Tensor, damping: float) -> Callable[[Tensor], Tensor]:
+    """The map that multiplies a vector by a diagonal to the power of minus one half.
+
+    Args:
+        diagonal: Nowhere negative.
+        damping: Added to it.
+
+    Returns:
+        A function of vectors.
+    """
+    wide = diagonal.to(torch.promote_types(diagonal.dtype, torch.float32)) + damping
+    # Weights without curvature, and what is not finite, are left to the matrix itself.
+    largest = wide.nan_to_num(0.0, 0.0, 0.0).amax()
+    floor = torch.where(largest > 0, largest, 1.0) * torch.finfo(wide.dtype).eps
+    scale = torch.where(wide.isfinite() & (largest > 0), torch.maximum(wide, floor), 1.0).rsqrt()
+    return lambda vector: vector * scale
+
+
+def _pulled(curvature: GaussNewton, cotangents: Sequence[Tensor]) -> Tensor:
+    parts = vjp(curvature.outputs, curvature.weights, cotangents, retain_graph=True)
+    pairs = zip(parts, curvature.weights, strict=True)
+    return flatten([torch.zeros_like(weight) if part is None else part for part, weight in pairs])
+
+
+def _signs(like: Tensor, probe: int) -> Tensor:
+    """Signs as good as random, without a random number: a function of the shape and the probe."""
+    index = torch.arange(1, like.numel() + 1, device=like.device) + probe * 7919
+    bits = (index * index * 2654435761 + index * 40503) % 2**32
+    return torch.where(bits >= 2**31, 1.0, -1.0).to(like.dtype).view(like.shape)
