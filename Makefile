@@ -5,7 +5,7 @@ BIN := .venv/bin
 export PYTHONUTF8 := 1
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test fuzz faults docs linear cleaning fewshot wheel dist format clean
+.PHONY: demo test fuzz faults bench docs linear cleaning fewshot wheel dist format clean
 
 demo: .venv/.demo  ## tune an MLP on scikit-learn's digits with three methods, against fixed hyperparameters and random search
 	$(BIN)/python -m applications.digits
@@ -29,6 +29,9 @@ fuzz: .venv/.test  ## property tests at random: ROUNDS=3, FACTOR=20 times the ex
 FAULTS ?= tests/faults
 faults: .venv/.test  ## kills, signals, damaged and hostile files, full disks, NaN: the long form; figures go to docs/results/faults.txt
 	FAULTS=long $(BIN)/python -m pytest --timeout=7200 -m "slow or not slow" $(FAULTS)
+
+bench: .venv/.test  ## measure what is kept as numbers, and compare with the last record; ARGS="--keep" makes it the new one
+	$(BIN)/python benchmarks/record.py $(ARGS)
 
 docs: .venv/.test  ## the HTML pages in docs/_build/html; runs those tutorials that have changed
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -b html docs docs/_build/html

@@ -1,6 +1,6 @@
 """What does a hypergradient cost, and how exact is it? bilevel and its peers, in one run, interleaved, on one thread.
 
-python benchmarks/hypergradients.py --out docs/results/hypergradients.txt
+python benchmarks/hypergradients.py --out docs/results/hypergradients.txt --json docs/results/hypergradients.json
 
 Each peer is optional, and none is a dependency of bilevel. To measure them all, in an environment of their own:
 
@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import record
 import torch
 from hypergradient_peers import (
     Hypergradient,
@@ -107,6 +108,12 @@ def cg(curvature: str) -> Callable[[Task], bilevel.Method]:
     return lambda task: bilevel.Implicit(bilevel.CG(max_steps=STEPS, rtol=0), curvature=curvature, warm_start=False)
 
 
+def diagonal(steps: int, probes: int) -> Callable[[Task], bilevel.Method]:
+    """Our conjugate gradients, preconditioned."""
+    solver, preconditioner = bilevel.CG(max_steps=steps, rtol=0), bilevel.Diagonal(probes=probes)
+    return lambda task: bilevel.Implicit(solver, preconditioner=preconditioner, warm_start=False)
+
+
 def neumann(task: Task) -> bilevel.Method:
     """Our Neumann series."""
     return bilevel.Implicit(bilevel.Neumann(max_steps=STEPS, scale=task.scale), warm_start=False)
@@ -120,6 +127,8 @@ def unroll(**settings: Any) -> Callable[[Task], bilevel.Method]:
 METHODS: dict[str, tuple[str, Callable[[Task], Hypergradient]]] = {
     "bilevel CG": ("hessian", ours(cg("hessian"))),
     "bilevel CG, compiled": ("hessian", ours(cg("hessian"), compile=True)),
+    "bilevel CG 18, 2 probes": ("hessian", ours(diagonal(18, 2))),
+    "bilevel CG 8, 2 probes": ("hessian", ours(diagonal(8, 2))),
     "betty CG": ("hessian", betty("cg")),
     "boat_torch CG": ("hessian", boat("conjugate_gradient")),
     "torchopt CG": ("hessian", torchopt_implicit("cg")),
@@ -197,8 +206,8 @@ def missing() -> list[str]:
     return sorted(name for name in {key.split()[0] for key in METHODS} if importlib.util.find_spec(name) is None)
 
 
-def report(key: str, rounds: int) -> str:
-    """The table of one task."""
+def report(key: str, rounds: int) -> tuple[str, dict[str, float]]:
+    """The table of one task, and its numbers by name."""
     torch.manual_seed(0)
     task = TASKS[key]()
     truth = {kind: exact(task, kind) for kind in ("hessian", "gauss_newton", "unroll")}
@@ -224,13 +233,17 @@ def report(key: str, rounds: int) -> str:
             continue
         peak = f"{peaks[name]:6.1f} MB {peaks[name] / peaks['plain']:5.1f} x" if peaks else "-"
         lines.append(f"{name:30} {times[name]:7.1f} {peak:>16} {errors[name]:9.1e}")
-    return "\n".join(lines) + "\n"
+    numbers = {f"{key} / {name} / time": times[name] for name in runs if name != "plain"}
+    numbers |= {f"{key} / {name} / MB": peak for name, peak in peaks.items()}
+    numbers |= {f"{key} / {name} / error": error for name, error in errors.items()}
+    return "\n".join(lines) + "\n", numbers
 
 
 def main() -> None:
     """Print a table per task."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the tables to this file, too")
+    parser.add_argument("--json", type=Path, help="write a record to this file, too")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--memory", nargs=2, metavar=("FILE", "METHOD"), help=argparse.SUPPRESS)
@@ -245,11 +258,16 @@ def main() -> None:
         return
     tables = [HEADER + (f"missing: {', '.join(missing())}; {INSTALL}\n" if missing() else "")]
     print(tables[0])
+    numbers: dict[str, float] = {}
     for key in arguments.tasks:
-        tables.append(report(key, arguments.rounds))
-        print(tables[-1], flush=True)
+        table, found = report(key, arguments.rounds)
+        tables.append(table)
+        numbers |= found
+        print(table, flush=True)
     if arguments.out:
         arguments.out.write_text("\n".join(tables))
+    if arguments.json:
+        record.save(arguments.json, numbers)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import record
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -194,6 +195,17 @@ SHOWN = {"stn": "stn", "centered_stn": "centered_stn", "delta_stn": "delta_stn",
 """The methods of the figure, and whose colours they have."""
 
 
+def numbers(text: str) -> dict[str, float]:
+    """The numbers of the tables, by name."""
+    kinds = ("time", "memory", "FLOPs")
+    found = {
+        f"{net} {name} / {kind}": float(x)
+        for net, name, *row in ROW.findall(text)
+        for kind, x in zip(kinds, row, strict=True)
+    }
+    return found | {f"{axis} / {x}": float(value) for axis, x, value in POINT.findall(text)}
+
+
 @bilevel.plotting.style()
 def draw(text: str, path: Path) -> None:
     """Draw what was printed: time, memory and FLOPs of both networks, and how cost grows."""
@@ -239,6 +251,7 @@ def main() -> None:
         "--compile", action="store_true", help="also time Δ-STN with compile=True; compiling takes minutes"
     )
     parser.add_argument("--out", type=Path, help="also write the tables to this file")
+    parser.add_argument("--json", type=Path, help="write a record to this file, too")
     parser.add_argument("--figure", type=Path, help="also draw the growth into this file")
     parser.add_argument("--read", type=Path, help="measure nothing: draw what --out has written to this file")
     options = parser.parse_args()
@@ -252,6 +265,8 @@ def main() -> None:
     print(text[len(table) :])
     if options.out:
         options.out.write_text(text, encoding="utf-8")
+    if options.json:
+        record.save(options.json, numbers(text))
     if options.figure:
         draw(text, options.figure)
 

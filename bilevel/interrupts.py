@@ -77,7 +77,8 @@ class Waiting:
             number = min(self._noted)
             frame = self._noted.pop(number)
             try:
-                self._handlers[number](number, frame)
+                if _signal.getsignal(number) is not _nothing:  # hushed since, by one of them
+                    self._handlers[number](number, frame)
             finally:
                 self.deliver()
 

@@ -110,7 +110,7 @@ class Responding:
         w, r = self._matrices()
         factor = self.rows.factor
         if self.grows:
-            squares: Tensor = _GrownSquares.apply(w, factor)
+            squares: Tensor = _GrownSquares.apply(w, factor.to(w.dtype))
             return squares
         cross, square = (w * r).sum(1), (r * r).sum(1)
         return (w * w).sum() + factor @ (2 * cross) + (factor * factor) @ square

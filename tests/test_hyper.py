@@ -216,3 +216,20 @@ def test_samples_have_the_scale_as_their_standard_deviation():
 def test_a_name_is_suggested_whatever_its_case_and_dashes(typed):
     with pytest.raises(ValueError, match=r"did you mean 'delta_stn'\?"):
         bilevel.response.get_method(typed)
+
+
+def test_neighbours_of_one_kind_are_mapped_as_each_alone():
+    """Those of another kind, other bounds or rounding come between them; the order stays."""
+    space = Space({
+        "a": bilevel.positive(0.1), "b": bilevel.positive([0.2, 0.3]), "c": bilevel.interval(0, 1, init=0.5),
+        "d": bilevel.interval(0, 2, init=0.5), "e": bilevel.interval(0, 2, init=[[0.1], [0.2]]),
+        "f": bilevel.integer(0, 2, init=1), "g": bilevel.real(1.0), "h": bilevel.real(2.0, shared=True),
+    })  # fmt: skip
+    vector = torch.randn(4, space.size, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for point in (vector, vector[0]):
+        values, parts = space.values(point), space.split(point)
+        assert list(values) == list(space.hyper)
+        for name, entry in space.hyper.items():
+            part = parts[name][0] if entry.shared and point.ndim > 1 else parts[name]
+            torch.testing.assert_close(values[name], entry.natural(part), rtol=0, atol=0)
+    assert len(space._runs) == 5

@@ -98,3 +98,22 @@ def test_everything_else_is_refused(use, word):
         use(weight)
     for part in ("'0.weight'", word, "perturb='batch'", "bilevel.l2"):
         assert part in str(raised.value)
+
+
+@pytest.mark.parametrize("shape, count", [((3, 5), 4), ((1, 4), 2), ((2, 3, 2, 2), 3)])
+def test_the_sum_of_squares_of_a_weight_that_grows_can_be_differentiated_twice(shape, count):
+    weight, factor, along = randn(0, shape, (count, shape[0]), (count,))
+    leaves = [weight.requires_grad_(), factor.requires_grad_()]
+    sizes = [count, shape[0], *[1] * (len(shape) - 1)]
+
+    def derivatives(values):
+        first = torch.autograd.grad((values * along).sum(), leaves, create_graph=True)
+        second = torch.autograd.grad(sum((slope**3).sum() for slope in first), leaves)
+        return values, *first, *second
+
+    found = derivatives(l2([Responding("0.weight", weight, Rows(factor, weight))]))
+    expected = derivatives((weight * (1 + factor.view(sizes))).square().flatten(1).sum(1))
+    for one, other in zip(found, expected, strict=True):
+        assert_equal(one.detach(), other.detach())
+    with torch.no_grad():
+        torch.testing.assert_close(l2([Responding("0.weight", weight, Rows(factor, weight))]), expected[0])

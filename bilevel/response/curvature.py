@@ -34,8 +34,18 @@ class Curvature(ABC):
         gradient: Of the inner loss in the weights, with its graph; None where there is no dependence.
     """
 
-    def __init__(self, inner: Variables, hyper: Tensor, batch: Any, *, check: bool = True) -> None:
-        """Build the graph of the gradient on a batch; ``check`` whether this kind of curvature fits the loss."""
+    def __init__(
+        self, inner: Variables, hyper: Tensor, batch: Any, *, check: bool = True, differentiate: bool = True
+    ) -> None:
+        """Build the graph of the gradient on a batch.
+
+        Args:
+            inner: The network.
+            hyper: Shape ``(h,)``.
+            batch: For the inner loss.
+            check: Whether this kind of curvature fits the loss.
+            differentiate: Without it there is no gradient, and :meth:`cross_vjp` and the like cannot be called.
+        """
         space = inner.problem.space
         # The fused attention kernels have no second derivative; the plain one has.
         differentiating = inner.problem.differentiating()
@@ -45,6 +55,8 @@ class Curvature(ABC):
             natural = [(name, space.hyper[name].natural(part)) for name, part in self.hyper.items()]
             values = Named("hyperparameter", natural)
             self.loss = inner.problem.inner_loss(self._model(inner), values, batch).value
+            if not differentiate:
+                return
             self.gradient = _gradient(self.loss, self.weights)
             # In one piece, since every product has to look at each tensor that it starts from.
             self._flat = flatten(_zeros_for_none(self.gradient, self.weights))
@@ -129,7 +141,9 @@ class GaussNewton(Curvature):
     Jacobians, plus the Hessian of the penalties. It is positive semi-definite where :math:`\ell` is convex.
     """
 
-    def __init__(self, inner: Variables, hyper: Tensor, batch: Any, *, check: bool = True) -> None:
+    def __init__(
+        self, inner: Variables, hyper: Tensor, batch: Any, *, check: bool = True, differentiate: bool = True
+    ) -> None:
         """Build the graphs of the network and of the loss on a batch.
 
         Raises:
@@ -139,7 +153,7 @@ class GaussNewton(Curvature):
         self.outputs: list[Tensor] = []  # as the network returned them
         self.seen: list[Tensor] = []  # as the loss sees them, behind the gate
         self.read: list[Tensor] = []
-        super().__init__(inner, hyper, batch, check=check)
+        super().__init__(inner, hyper, batch, check=check, differentiate=differentiate)
         with self.gate.closed():
             self.slopes = _gradient(self.loss, [*self.seen, *self.read])
             bypass = []

@@ -248,9 +248,10 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch, whole):
 def test_a_folder_that_is_deleted_loses_no_result(tmp_path, whole):
     folder = tmp_path / "folder"
     delete = lambda event: shutil.rmtree(folder) if event.index == 5 else None  # noqa: E731
-    with pytest.warns(bilevel.CheckpointWarning, match="cannot be written"):
+    with pytest.warns(bilevel.CheckpointWarning, match="was removed .* put back"):
         solution = run("delta_stn", folder / "run.pt", callbacks=[delete])
     assert_same(result(solution), whole("delta_stn")[0])
+    assert load(folder / "run.pt")["rounds"] == 12
 
 
 def test_places_that_cannot_be_written_are_noticed_before_the_first_round(tmp_path):

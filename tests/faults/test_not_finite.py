@@ -28,6 +28,7 @@ from bilevel import DeltaSTN, DivergenceError, LinearSolverError, NotFiniteWarni
 from bilevel.solver import guard
 
 METHODS = {name: shortened(method) for name, method in bilevel.METHODS.items()} | {
+    "implicit_exact": bilevel.Implicit(bilevel.Exact(damping=0.1)),  # in a long run, the matrix becomes singular
     "learned scale": DeltaSTN(entropy=1e-2),
     "pairs": DeltaSTN(antithetic=True),
     "one per batch": DeltaSTN(perturb="batch", structure="dense"),

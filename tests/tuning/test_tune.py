@@ -515,3 +515,31 @@ def test_the_problem_is_what_one_would_write_by_hand():
         torch.testing.assert_close(tuned.hyper[name], value, rtol=1e-4, atol=1e-6)
     for name, value in by_hand.params.items():
         torch.testing.assert_close(tuned.params[name], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("loss", [F.nll_loss, nn.NLLLoss()])
+def test_a_network_that_returns_log_probabilities_is_as_good_as_one_with_logits(loss):
+    """As in the first example of many: log_softmax in the network, F.nll_loss outside. Linearised, both are one."""
+    found = []
+    for last in ([], [nn.LogSoftmax(1)]):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Dropout(0.1), nn.Linear(6, 3), *last).double()
+        x, y = torch.randn(16, 4, dtype=torch.float64), torch.arange(16) % 3
+        result = bilevel.tune(
+            net, [(x[:8], y[:8])], [(x[8:], y[8:])], loss=loss if last else F.cross_entropy, label_smoothing=True,
+            steps=4, progress=False,
+        )  # fmt: skip
+        assert result.solver.response.per_example
+        found.append(result.solver.vector.detach())
+    torch.testing.assert_close(*found, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("loss", [F.binary_cross_entropy, nn.BCELoss()])
+def test_probabilities_cannot_be_linearised(loss):
+    net = nn.Sequential(nn.Linear(4, 1), nn.Sigmoid())
+    batch = torch.randn(8, 4), torch.arange(8).remainder(2).float()[:, None]
+    with pytest.raises(ValueError, match="BCEWithLogitsLoss"):
+        bilevel.tune(net, [batch], [batch[:]], loss=loss, steps=1, progress=False)
+    bilevel.tune(
+        net, [batch], [(batch[0][:4], batch[1][:4])], loss=loss, method="centered_stn", steps=1, progress=False
+    )
