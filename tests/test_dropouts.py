@@ -560,7 +560,7 @@ def test_methods_that_differentiate_the_loss_refuse_a_mask(method):
         solver.outer_step(batch, data(Mlp))
 
 
-@pytest.mark.parametrize("method", ["centered_stn", "delta_stn"])
+@pytest.mark.parametrize("method", [pytest.param("centered_stn", marks=pytest.mark.slow), "delta_stn"])
 def test_compiled_steps_drop_as_well(method, monkeypatch):
     """The same numbers as without compilation; here the graph is traced and then run as it is."""
     monkeypatch.setattr(torch, "compile", lambda graph, *args, **kwargs: graph)

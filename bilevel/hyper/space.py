@@ -92,10 +92,17 @@ class Space:
         Returns:
             For each hyperparameter a tensor of shape ``(*batch, *its own shape)``. A shared one has its own shape only.
         """
-        blocks = torch.split(vector, [size for _, size in self._runs], dim=-1)
-        # Neighbours of one kind are mapped together.
-        natural = [entry.natural(block) for (entry, _), block in zip(self._runs, blocks, strict=True)]
-        parts = self.split(natural[0] if len(natural) == 1 else torch.cat(natural, dim=-1))
+        # Neighbours of one kind are mapped together, but kept apart from others: rounding has no graph.
+        blocks = torch.split(vector, [sum(sizes) for _, sizes in self._runs], dim=-1)
+        natural = [
+            part
+            for (entry, sizes), block in zip(self._runs, blocks, strict=True)
+            for part in torch.split(entry.natural(block), sizes, dim=-1)
+        ]
+        parts = {
+            name: part.reshape(vector.shape[:-1] + entry.init.shape)
+            for (name, entry), part in zip(self.hyper.items(), natural, strict=True)
+        }
         if vector.ndim > 1:
             parts = {name: part[0] if self.hyper[name].shared else part for name, part in parts.items()}
         return Named("hyperparameter", parts.items())
@@ -142,15 +149,13 @@ class Space:
         return columns
 
 
-def _runs(hyper: Mapping[str, Hyper]) -> list[tuple[Hyper, int]]:
-    """Neighbours with the same map to natural values: the first of them, and how many numbers they have together."""
-    runs: list[tuple[Hyper, int]] = []
+def _runs(hyper: Mapping[str, Hyper]) -> list[tuple[Hyper, list[int]]]:
+    """Neighbours with the same map to natural values: the first of them, and how many numbers each of them has."""
+    runs: list[tuple[Hyper, list[int]]] = []
     for entry in hyper.values():
-        size = entry.init.numel()
-        if runs and _alike(runs[-1][0], entry):
-            runs[-1] = runs[-1][0], runs[-1][1] + size
-        else:
-            runs.append((entry, size))
+        if not (runs and _alike(runs[-1][0], entry)):
+            runs.append((entry, []))
+        runs[-1][1].append(entry.init.numel())
     return runs
 
 

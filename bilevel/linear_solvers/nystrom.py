@@ -45,7 +45,7 @@ class Nystrom(LinearSolver):
     never warns. Directions that the columns miss are divided by :math:`\mu`, so it is good only where at most k
     eigenvalues exceed :math:`\mu`, and the columns have a part in their directions. With k of 20 and the default
     damping that holds for none of three benchmark problems, where the error is 0.9 to 90 times the hypergradient
-    (:doc:`measured`): raise the damping to the eigenvalues left out, look at the reported residual, or take
+    (:doc:`/lab/measured`): raise the damping to the eigenvalues left out, look at the reported residual, or take
     :class:`bilevel.CG`, with :class:`bilevel.Diagonal` where scales differ. An eigenvalue :math:`\theta \le -\mu`, or
     an asymmetric :math:`\mathbf{W}`, raises :class:`LinearSolverError`. On a GPU its two small eigendecompositions
     wait for the device.

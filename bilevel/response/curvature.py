@@ -44,7 +44,7 @@ class Curvature(ABC):
             hyper: Shape ``(h,)``.
             batch: For the inner loss.
             check: Whether this kind of curvature fits the loss.
-            differentiate: Without it there is no gradient, and :meth:`cross_vjp` and the like cannot be called.
+            differentiate: Without it there is no gradient, and ``cross_vjp`` and the like cannot be called.
         """
         space = inner.problem.space
         # The fused attention kernels have no second derivative; the plain one has.
