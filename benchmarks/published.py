@@ -312,7 +312,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def report(rows: list[dict[str, Any]]) -> str:
-    """The best and the last validation loss of each run, means over seeds, and paired differences to the published code.
+    """The best and the last validation loss of each run: means over seeds, paired differences to the published code.
 
     Returns:
         The tables.
