@@ -362,14 +362,20 @@ def main() -> None:
         (name, task, seed) for task in arguments.tasks for seed in range(arguments.seeds) for name in arguments.runs
     ]
     jobs = [job for job in jobs if job not in done]
-    roots = tuple(arguments.data)
+    roots, failed = tuple(arguments.data), False
     with (
         arguments.out.open("a", encoding="utf-8") as file,
         ProcessPoolExecutor(arguments.workers, mp_context=get_context("spawn")) as pool,
     ):
-        futures = [pool.submit(run, *job, roots, arguments.published) for job in jobs]
+        futures = {pool.submit(run, *job, roots, arguments.published): job for job in jobs}
         for count, future in enumerate(as_completed(futures), 1):
-            row = future.result()
+            try:
+                row = future.result()
+            except (OSError, ValueError) as error:
+                # A set that is not there, for example: the others are run.
+                print(f"[{count}/{len(jobs)}] {' '.join(map(str, futures[future]))} failed: {error}", flush=True)
+                failed = True
+                continue
             file.write(json.dumps(row) + "\n")
             file.flush()
             losses = f"best {row['best']:.4f}  last {row['last']:.4f}"
@@ -377,6 +383,8 @@ def main() -> None:
                 f"[{count}/{len(jobs)}] {row['run']} {row['task']} {row['seed']}: {losses}  {row['cpu']} s", flush=True
             )
     print(report(read(arguments.out)))
+    if failed:
+        sys.exit(1)
 
 
 if __name__ == "__main__":
