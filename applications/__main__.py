@@ -119,7 +119,10 @@ def add_compare(commands: Any) -> None:
     this.set_defaults(command=compare_runs)
     this.add_argument("path", nargs="+", type=Path, help="folder of a run, or a folder that holds some at any depth")
     this.add_argument(
-        "--out", type=Path, metavar="FILE", help="write the tables there too, with a .csv file and a figure beside"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="write the tables there too, with .html and .csv files and a figure beside",
     )
     this.add_argument(
         "--figure",

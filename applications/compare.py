@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +15,10 @@ import bilevel
 from applications.curves import Curve, average
 from applications.paper import COLUMNS, PAPER, PAPER_ACCURACY, Pair
 from applications.run import read_json
-from applications.tables import markdown, mean_and_deviation, read_csv, shown, write_csv
+from applications.tables import Sheet, mean_and_deviation, page, read_csv, shown, write_csv
 from applications.task import FIXED, SEARCHES, STOPPED
 
+REFERENCE = "delta_stn"  # what others are compared with, seed by seed
 # How a method tunes: every method may have its own numbers. Plain training does not look at them.
 TUNING = ("warmup", "inner_steps", "outer_steps", "outer_learning_rate", "response_learning_rate", "scale", "entropy")
 
@@ -48,7 +48,7 @@ def compare(paths: Sequence[Path], *, out: Path | None = None, figure: Path | No
 
     Args:
         paths: Folders of runs, or folders that hold them at any depth.
-        out: Write the tables there as Markdown, and the numbers beside as CSV.
+        out: Write the tables there as Markdown, and beside as HTML and CSV.
         figure: Draw the best validation loss so far there, over epochs and over time; by default beside ``out``, if
             matplotlib is installed.
 
@@ -56,28 +56,33 @@ def compare(paths: Sequence[Path], *, out: Path | None = None, figure: Path | No
         The tables, then everything that the reader should know about the runs.
 
     Raises:
+        ImportError: If a ``figure`` is asked for without matplotlib.
         ValueError: If there is no finished run.
     """
-    if out is not None and out.suffix == ".csv":
-        raise ValueError(f"--out {out}: name the text file, such as table.md; the CSV file is written beside it.")
+    if out is not None and out.suffix in (".csv", ".html", ".png"):
+        raise ValueError(
+            f"--out {out}: name the text file, such as table.md; the {out.suffix} file is written beside it."
+        )
     results, warnings = load(paths)
     if not results:
         raise ValueError("\n".join([f"no finished run in {', '.join(map(str, paths))}.", *warnings]))
     table = arrange(results)
     warnings += differences(table)
-    text = losses(table)
-    accuracies = accuracy(table)
-    parts = [text, *([accuracies] if accuracies else []), *(["\n".join(warnings)] if warnings else [])]
-    report = "\n\n".join(parts)
+    sheets = [sheet for sheet in (losses(table), pairs(table), accuracy(table)) if sheet.rows]
+    report = "\n\n".join([*(sheet.text() for sheet in sheets), *(["\n".join(warnings)] if warnings else [])])
+    drawn = figure or (out.with_suffix(".png") if out is not None else None)
+    if drawn is not None:
+        try:
+            draw(table, drawn)
+        except ImportError:
+            if figure is not None:  # otherwise nobody asked for it
+                raise
+            drawn = None
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(report + "\n", encoding="utf-8")
+        out.with_suffix(".html").write_text(page("Runs compared", sheets, warnings, drawn), encoding="utf-8")
         write_csv(out.with_suffix(".csv"), numbers(table))
-    if figure is not None:
-        draw(table, figure)
-    elif out is not None:
-        with suppress(ImportError):  # nobody asked for it
-            draw(table, out.with_suffix(".png"))
     return report
 
 
@@ -194,23 +199,51 @@ def differences(table: Table) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def losses(table: Table) -> str:
+def losses(table: Table) -> Sheet:
     """Best validation loss and the test loss of the same weights, or perplexities: ``tab:classification``."""
     title = "Best validation (test) loss, perplexity for text; mean ± standard deviation over n seeds, lowest in bold."
-    return f"{title}\n\n{_render(table, _loss_pairs, PAPER, smallest=True)}"
+    return _sheet(title, table, _loss_pairs, PAPER, smallest=True)
 
 
-def accuracy(table: Table) -> str:
-    """The accuracies of the same weights, ``tab:acc``; empty if no run has them."""
+def pairs(table: Table) -> Sheet:
+    """How far each method is behind Δ-STN, in percent, seed by seed; without rows if no two runs share a seed."""
+    title = (
+        f"Validation (test) loss over that of {COLUMNS[REFERENCE]} on the same seed, in percent; mean ± standard error."
+    )
+    rows, columns = [], [name for name in COLUMNS if name != REFERENCE and any(name in row for row in table.values())]
+    for row, methods in table.items():
+        base = {run.summary["seed"]: run for run in methods.get(REFERENCE, ())}
+        cells = []
+        for name in columns:
+            shared = [run for run in methods.get(name, ()) if run.summary["seed"] in base]
+            gaps = [_behind(run, base[run.summary["seed"]]) for run in shared]
+            cells.append(f"{_error(gaps, 0)} ({_error(gaps, 1)}), n={len(gaps)}" if gaps else "")
+        if any(cells):
+            rows.append([row, *cells])
+    return Sheet(title, ["task", *(COLUMNS[name] for name in columns)], rows)
+
+
+def _behind(run: Result, base: Result) -> Pair:
+    """By how many percent the two losses of a run are above those of another one."""
+    (first, second), (valid, test) = _loss_pairs([run])[0], _loss_pairs([base])[0]
+    return 100 * (first / valid - 1), 100 * (second / test - 1)
+
+
+def _error(gaps: Sequence[Pair], part: int) -> str:
+    """The mean of one part, and its standard error if there is one."""
+    mean, deviation = mean_and_deviation([gap[part] for gap in gaps])
+    return f"{mean:+.1f}" + (f" ± {deviation / len(gaps) ** 0.5:.1f}" if len(gaps) > 1 else "")
+
+
+def accuracy(table: Table) -> Sheet:
+    """The accuracies of the same weights, ``tab:acc``; without rows if no run has them."""
     having: Table = {}
     for row, methods in table.items():
         kept = {m: r for m, r in methods.items() if all("accuracy" in run.summary["valid"] for run in r)}
         if kept:
             having[row] = kept
-    if not having:
-        return ""
-    text = _render(having, _accuracy_pairs, PAPER_ACCURACY, smallest=False)
-    return f"Validation (test) accuracy in percent, of the weights with the best validation loss.\n\n{text}"
+    title = "Validation (test) accuracy in percent, of the weights with the best validation loss."
+    return _sheet(title, having, _accuracy_pairs, PAPER_ACCURACY, smallest=False)
 
 
 def numbers(table: Table) -> list[dict[str, Any]]:
@@ -353,7 +386,9 @@ def _accuracy_pairs(results: Sequence[Result]) -> list[Pair]:
     return [(100 * run.summary["valid"]["accuracy"], 100 * run.summary["test"]["accuracy"]) for run in results]
 
 
-def _render(table: Table, pairs_of: Any, paper: Mapping[str, tuple[str, Mapping[str, Pair]]], *, smallest: bool) -> str:
+def _sheet(
+    title: str, table: Table, pairs_of: Any, paper: Mapping[str, tuple[str, Mapping[str, Pair]]], *, smallest: bool
+) -> Sheet:
     used = {method for methods in table.values() for method in methods}
     last = _last_rows(table)
     used |= {method for task in last.values() for method in paper.get(task, ("", {}))[1]}
@@ -366,7 +401,7 @@ def _render(table: Table, pairs_of: Any, paper: Mapping[str, tuple[str, Mapping[
             source, pairs = paper[last[row]]
             published = {method: [pair] for method, pair in pairs.items()}
             rows.append([f"paper, {source}", *_cells(published, columns, digits=3, smallest=smallest)])
-    return markdown(["task", *(COLUMNS.get(method, method) for method in columns)], rows)
+    return Sheet(title, ["task", *(COLUMNS.get(method, method) for method in columns)], rows)
 
 
 def _cells(pairs: Mapping[str, Sequence[Pair]], columns: Sequence[str], *, digits: int, smallest: bool) -> list[str]:

@@ -66,6 +66,24 @@ def test_seeds_are_averaged(tmp_path):
     assert "note" not in report
 
 
+def test_differences_are_taken_seed_by_seed(tmp_path):
+    for seed, (delta, stn) in enumerate(((0.1, 0.11), (0.2, 0.26), (0.4, 0.4))):
+        write(tmp_path / f"delta{seed}", seed=seed, valid=delta, test=1.0)
+        write(tmp_path / f"stn{seed}", method="stn", seed=seed, valid=stn, test=0.5)
+    write(tmp_path / "alone", method="fixed", seed=7)
+    write(tmp_path / "fixed", method="fixed", seed=1, valid=0.4, test=3.0)
+    table = compare([tmp_path]).split("percent; mean ± standard error")[1]
+    # 10, 30 and 0 percent: their mean is 40 / 3, their deviation sqrt(700 / 3), over sqrt(3).
+    assert cells(table, "mnist")["STN"] == "+13.3 ± 8.8 (-50.0 ± 0.0), n=3"
+    assert cells(table, "mnist")["fixed"] == "+100.0 (+200.0), n=1"  # the seed without a partner does not count
+
+
+def test_no_differences_without_a_common_seed(tmp_path):
+    write(tmp_path / "a", seed=0)
+    write(tmp_path / "b", method="stn", seed=1)
+    assert "same seed" not in compare([tmp_path])
+
+
 def test_the_most_accurate_is_bold(tmp_path):
     for method, accuracy in (("stn", 0.7), ("delta_stn", 0.9)):
         measures = {"loss": 0.5, "accuracy": accuracy}
@@ -230,6 +248,9 @@ def test_the_command_writes_tables_and_a_figure(tmp_path, capsys):
     assert not out.with_suffix(".png").exists()
     cli.main(["compare", str(tmp_path / "runs"), "--out", str(out)])
     assert out.with_suffix(".png").read_bytes()[:4] == b"\x89PNG"
+    html = out.with_suffix(".html").read_text(encoding="utf-8")
+    assert "<td>mnist</td>" in html and "<b>0.2000 ± 0.1414</b>" not in html and "0.2000 ± 0.1414" in html
+    assert "data:image/png;base64" in html and "**" not in html and "http" not in html
     first, *paper = read_csv(out.with_suffix(".csv"))
     assert (first["method"], first["source"], first["n"]) == ("delta_stn", "measured", "2")
     assert [float(first[name]) for name in ("valid", "valid_std", "test", "seconds")] == pytest.approx([
