@@ -87,7 +87,8 @@ def table(losses: Losses) -> str:
         summary.append("" if itself else f"{100 * (math.exp(mean) - 1):+.1f} % ± {100 * math.exp(mean) * error:.1f}")
         lower.append("" if itself else f"{sum(value > 0 for value in of_tasks)} of {len(of_tasks)}")
     seeds = sorted({len(of["delta_stn"]) for of in losses.values()})
-    title = f"Test loss, mean of {' or '.join(map(str, seeds))} seeds, lowest in bold; below, means over tasks ± standard error."
+    count = " or ".join(map(str, seeds))
+    title = f"Test loss, mean of {count} seeds, lowest in bold; below, means over tasks ± standard error."
     return Sheet(title, ["task", *NAMES.values()], [*rows, summary, lower]).text()
 
 
@@ -122,7 +123,9 @@ def main() -> None:
     options = parser.parse_args()
     losses = read(options.results)
     if not losses:
-        parser.error(f"{options.results} has no task with runs of {', '.join([*TRIALS, 'stn', *CONFIGS])} on the same seed.")
+        parser.error(
+            f"{options.results} has no task with runs of {', '.join([*TRIALS, 'stn', *CONFIGS])} on the same seed."
+        )
     text = table(losses)
     print(text)
     if options.out:
