@@ -337,7 +337,8 @@ def finish(trials: Sequence[Trial], build: Callable[[Mapping[str, Any]], Experim
     for trial in trials:
         if trial.number != best["trial"]:
             (out / f"best-{trial.number}.pt").unlink(missing_ok=True)
-    share = sum(trial.processor for trial in trials) / sum(end - start for start, end in (t.interval for t in trials))
+    lasted = sum(end - start for start, end in (trial.interval for trial in trials))
+    share = sum(trial.processor for trial in trials) / lasted if lasted else math.nan
     return {
         "epochs": round(rows[-1]["epoch"], 2),
         "seconds": round(worked([trial.interval for trial in trials]), 1),
