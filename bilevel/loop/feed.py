@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from bilevel.arguments import length
 from bilevel.loop.sources import (
     FUNCTIONS,
+    SEED,
     generators,
     get_global,
     keeps_what_it_draws,
@@ -144,7 +145,12 @@ class Feed:
         self._moving = set(state["numbers"]["moving"])
         if problem is not None and not changed:
             return problem
+        reseeded = problem is not None and state["options"].get(SEED) != self._options.get(SEED)
         problem = None
+        if reseeded:
+            self.begin_pass(state["passes"])
+            self._set_numbers(state["numbers"]["now"])
+            return None
         if self._stateful and "loader" in state:
             self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
             self._given, self._start = state["given"], state["start"]

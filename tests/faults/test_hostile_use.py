@@ -155,9 +155,9 @@ class TestErrors:
                 run(
                     "implicit_identity",
                     tmp_path / "run.pt",
-                    callbacks=at(4, lambda: monkeypatch.setattr("bilevel.checkpoint.store.write", full)),
+                    callbacks=at(2, lambda: monkeypatch.setattr("bilevel.checkpoint.store.write", full)),
                 )
-        assert len(caught.value.solution.history) == 4
+        assert len(caught.value.solution.history) == 2  # of the first checkpoint: a later one may wait for the disk
 
     def test_an_error_where_nothing_can_be_written(self, tmp_path, monkeypatch):
         def action():
