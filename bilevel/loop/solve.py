@@ -270,6 +270,8 @@ def solve(
         with Ending(signals) as ending:
             run.train.ends = run.valid.ends = lambda: ending.reason is not None
             _loop(run, keeper, ending, ends, callbacks, (planned.rounds, progress))
+            keeper.close()  # waits for the disk, and so may a signal
+            solution = run.solution()
     except BaseException:
         if group is not None:
             group.leave()
@@ -283,7 +285,7 @@ def solve(
         except Warning as error:  # which somebody has made an error
             _attach(error, run, keeper)
             raise
-    return run.solution()
+    return solution
 
 
 def _loop(
@@ -317,7 +319,7 @@ def _loop(
         run.stopped = "interrupted"
         _save_whole(run, keeper, error)
     except BaseException as error:
-        if ending.reason is not None and isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
+        if ending.reason is not None and (run.train.lost or run.valid.lost or "DataLoader worker" in str(error)):
             run.stopped = ending.reason  # its workers got the signal, too
         else:
             run.stopped = "diverged" if isinstance(error, DivergenceError) else "failed"
