@@ -32,6 +32,7 @@ from bilevel.problem import Problem
 from bilevel.response import Method, get_method
 from bilevel.rng import Stream
 from bilevel.solver import DivergenceError, OptimizerFactory, SchedulerFactory, Solver
+from bilevel.solver.optimization import described
 
 
 def solve(
@@ -356,7 +357,7 @@ def _attach(error: BaseException, run: Run, keeper: Keeper) -> None:
 
 def _first_line(run: Run, settings: dict[str, Any]) -> dict[str, Any]:
     space, solver = run.solver.problem.space, run.solver
-    optimizers = {name: repr(optimizer).replace("\n", " ") for name, optimizer in solver.optimizers.items()}
+    optimizers = {name: described(optimizer) for name, optimizer in solver.optimizers.items()}
     return {
         "version": VERSION,
         "time": now(),
