@@ -12,7 +12,7 @@ from torch.func import functional_call
 from typing_extensions import override
 
 from bilevel.compilation.graph import Backend, Later
-from bilevel.compilation.staged import Staged
+from bilevel.compilation.staged import Staged, inductor_in_cpp
 
 
 @final
@@ -79,6 +79,46 @@ class OfModule:
         named = dict(zip([*self._names, *self._buffer_names], [*leaves, *copies], strict=True))
         result = functional_call(self._module, named, (self._function, chosen, inputs))
         return (result, copies), []
+
+
+@final
+class WholeStep:
+    """A function in which a module takes part, as one graph or not at all.
+
+    Attributes:
+        staged: The graph.
+    """
+
+    def __init__(self, module: nn.Module, name: str, function: Callable[..., Any], *, limit: int) -> None:
+        """Compile ``function(*inputs)``, which may read the parameters and buffers of the module; unless too large."""
+        self._module = _Host(module)
+        self._function = function
+        self._names = [name for name, _ in self._module.named_parameters()]
+        self._buffer_names = [name for name, _ in self._module.named_buffers()]
+        self.staged = Staged(self._stage, name, backend=inductor_in_cpp, limit=limit)
+
+    def __call__(self, *inputs: Any) -> Any:
+        """Compute the function.
+
+        Args:
+            inputs: Nested tensors and plain values.
+
+        Returns:
+            A list with what it returns; an empty one if it cannot be one graph.
+        """
+        found = self.staged.attempt([*self._module.parameters()], [*self._module.buffers()], inputs)
+        return [] if found is None else [found[0]]
+
+    def _stage(
+        self, params: list[Tensor], buffers: list[Tensor], inputs: tuple[Any, ...]
+    ) -> tuple[Any, list[Later]]:
+        tensors = [tensor.detach() for tensor in [*params, *buffers]]
+        named = dict(zip([*self._names, *self._buffer_names], tensors, strict=True))
+
+        def call(_: Any, *rest: Any) -> Any:
+            return self._function(*rest)
+
+        return functional_call(self._module, named, (call, [], inputs)), []
 
 
 def gains(module: nn.Module | None, device: torch.device) -> bool:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import logging
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any, final
@@ -14,12 +17,20 @@ from bilevel.compilation.graph import Backend, Compiled, Later, Stage, kind, tra
 from bilevel.precision import autocast_outside
 from bilevel.rng import Stream
 
+_LOG = logging.getLogger("bilevel")
 MAX_KINDS = 8
 """How many kinds of inputs are compiled; further ones run as they are."""
+LARGE = 4e6
+"""Products of matrices with more operations are left to oneDNN, which takes longer to begin and is faster then."""
 
 
-def inductor(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+def inductor(graph: fx.GraphModule, inputs: list[Tensor], *, host: bool = True) -> Callable[..., Any]:
     """Compile with TorchInductor; the random numbers stay those of the graph.
+
+    Args:
+        graph: Without mutations.
+        inputs: Examples.
+        host: Call the kernels from Python; otherwise from C++, which pays for graphs of many small ones.
 
     Returns:
         A function of the same inputs.
@@ -27,11 +38,47 @@ def inductor(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
     import torch._inductor.config  # takes seconds
 
     _keep_products(graph)
-    with torch._inductor.config.patch(fallback_random=True):
+    _quick_products(graph)
+    with torch._inductor.config.patch(fallback_random=True, cpp_wrapper=not host):
         compiled: Any = torch._inductor.compile(graph, [*inputs])
     # Without the guard against being traced itself, which nothing here does.
     function: Callable[..., Any] = getattr(compiled, "_torchdynamo_orig_callable", compiled)
     return function
+
+
+def inductor_in_cpp(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+    """The same, called from C++ on a CPU; if that fails, from Python.
+
+    Returns:
+        A function of the same inputs.
+    """
+    if all(tensor.device.type == "cpu" for tensor in inputs):
+        try:
+            return inductor(copy.deepcopy(graph), inputs, host=False)
+        except Exception as error:
+            _LOG.info("no C++ wrapper: %s", error)
+    return inductor(graph, inputs)
+
+
+def _quick_products(graph: fx.GraphModule) -> None:
+    """Leave large products of matrices in single precision on a CPU to oneDNN, as PyTorch does in half precision."""
+    if not torch.backends.mkldnn.is_available():
+        return
+    aten = torch.ops.aten
+    for node in graph.graph.find_nodes(op="call_function", target=aten.mm.default):
+        values = [part.meta.get("val") for part in node.args]
+        if not all(isinstance(v, Tensor) and v.device.type == "cpu" and v.dtype == torch.float32 for v in values):
+            continue
+        (rows, inner), (_, columns) = (value.shape for value in values)
+        if 2 * rows * inner * columns < LARGE:
+            continue
+        with graph.graph.inserting_before(node):
+            turned = graph.graph.call_function(aten.t.default, (node.args[1],))
+            arguments = (node.args[0], turned, None, "none", [], "")
+            product = graph.graph.call_function(torch.ops.mkldnn._linear_pointwise.default, arguments)
+            node.replace_all_uses_with(product)
+        graph.graph.erase_node(node)
+    graph.recompile()
 
 
 def _keep_products(graph: fx.GraphModule) -> None:
@@ -60,6 +107,8 @@ class Staged:
 
     Attributes:
         working: Whether nothing has failed so far.
+        reason: Why it failed.
+        seconds: What tracing and compiling has taken so far.
 
     Example:
         >>> def line(slope):
@@ -70,10 +119,19 @@ class Staged:
         (tensor(1.), [tensor(2.)])
     """
 
-    def __init__(self, stage: Stage, name: str, *, backend: Backend | None = None, after: Staged | None = None) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        name: str,
+        *,
+        backend: Backend | None = None,
+        after: Staged | None = None,
+        limit: int | None = None,
+    ) -> None:
         """Compile a stage, which warnings call ``name``; with ``inductor`` by default.
 
-        If ``after`` has failed, this one is not tried, and there is no second warning.
+        If ``after`` has failed, this one is not tried, and there is no second warning. A graph of more than ``limit``
+        operations counts as failed; with a limit, results of whole iterations are expected, whose rounding errors grow.
         """
         self.stage = stage
         self.name = name
@@ -81,6 +139,9 @@ class Staged:
         self.after = after
         self.compiled: dict[Any, Compiled] = {}
         self.working = True
+        self.reason = ""
+        self.seconds = 0.0
+        self._limit = limit
         self._full = False
 
     def __call__(self, *inputs: Any) -> tuple[Any, list[Later]]:
@@ -92,8 +153,36 @@ class Staged:
         Returns:
             What the stage returns.
         """
+        found = self.attempt(*inputs)
+        if found is not None:
+            return found
+        result = self.stage(*inputs)  # if it fails as well, its own message is the better one
+        if not self.working and self.reason:
+            reason, self.reason = self.reason, ""
+            _warn(
+                f"could not compile {self.name}, which run uncompiled from here on ({reason}). "
+                "Needed are a C++ compiler, batches of tensors and plain values, and losses without .item() or "
+                "decisions on the values of tensors. Change that, or leave out compile=True."
+            )
+        elif self.working and not self._full and len(self.compiled) >= MAX_KINDS:
+            self._full = True
+            _warn(
+                f"compiled {self.name} for {MAX_KINDS} kinds of inputs; further ones run uncompiled. Give batches of "
+                "one shape (drop_last=True), and numbers that change as tensors."
+            )
+        return result
+
+    def attempt(self, *inputs: Any) -> tuple[Any, list[Later]] | None:
+        """The same, if it can be compiled; without a warning.
+
+        Args:
+            inputs: As in :meth:`__call__`.
+
+        Returns:
+            What the stage returns, or None.
+        """
         if not self.working or (self.after is not None and not self.after.working):
-            return self.stage(*inputs)
+            return None
         leaves, nesting = pytree.tree_flatten(inputs)
         tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
         try:
@@ -102,28 +191,15 @@ class Staged:
             if compiled is None and len(self.compiled) < MAX_KINDS:
                 compiled = self.compiled[which] = self._compile(inputs, tensors)
         except Exception as error:
-            result = self.stage(*inputs)  # if it fails as well, its own message is the better one
             self.working = False
             self.compiled.clear()
-            reason = next(iter(str(error).strip().splitlines()), "")
-            _warn(
-                f"could not compile {self.name}, which run uncompiled from here on ({type(error).__name__}: {reason}). "
-                "Needed are a C++ compiler, batches of tensors and plain values, and losses without .item() or "
-                "decisions on the values of tensors. Change that, or leave out compile=True."
-            )
-            return result
-        if compiled is not None:
-            return compiled(tensors)
-        if not self._full:
-            self._full = True
-            _warn(
-                f"compiled {self.name} for {MAX_KINDS} kinds of inputs; further ones run uncompiled. Give batches of "
-                "one shape (drop_last=True), and numbers that change as tensors."
-            )
-        return self.stage(*inputs)
+            self.reason = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+            return None
+        return None if compiled is None else compiled(tensors)
 
     def _compile(self, inputs: tuple[Any, ...], tensors: list[Tensor]) -> Compiled:
         device = tensors[0].device if tensors else torch.device("cpu")
+        started = time.perf_counter()
 
         def again() -> Any:  # every pass draws the random numbers that the caller draws next
             return Stream.current(device)()
@@ -136,17 +212,47 @@ class Staged:
                 expected = (outputs, [later(vector) for later, vector in zip(rest, vectors, strict=True)])
             with again():
                 traced = trace(self.stage, inputs, tensors, vectors)
+            if self._limit is not None and len(traced.module.graph.nodes) > self._limit:
+                raise TooLarge(f"the graph has {len(traced.module.graph.nodes)} operations")
             with again():
                 compiled = Compiled(traced, tensors, vectors, self.backend or inductor)
             with again():
                 outputs, rest = compiled(tensors)
                 found = (outputs, [later(vector) for later, vector in zip(rest, vectors, strict=True)])
-        if not _close(found, expected):
+            same = _close(found, expected)
+            if not same and self._limit is not None:
+                same = self._is_rounding(found, expected, inputs, vectors, again)
+        self.seconds += time.perf_counter() - started
+        _LOG.info("compiled %s in %.1f s", self.name, time.perf_counter() - started)
+        if not same:
             raise ValueError(
                 "its results differ from the uncompiled ones, as they do if they depend on Python values that change, "
                 "or on random numbers of another library"
             )
         return compiled
+
+    def _is_rounding(self, found: Any, expected: Any, inputs: Any, vectors: Any, again: Callable[[], Any]) -> bool:
+        """Whether results differ by no more than what rounding errors grow to, as in an ill-conditioned iteration."""
+
+        def nudge(leaf: Tensor) -> Tensor:
+            if not leaf.is_floating_point():
+                return leaf
+            signs = _probe(leaf, False).sign()
+            return leaf.detach() * (1 + 2 * torch.finfo(leaf.dtype).eps * signs)
+
+        with again():
+            outputs, rest = self.stage(*pytree.tree_map_only(Tensor, nudge, inputs))
+            nudged = (outputs, [later(vector) for later, vector in zip(rest, vectors, strict=True)])
+        pairs = [
+            (float((a - b).norm()), float((c - b).norm()), float(b.norm()))
+            for a, b, c in zip(*map(pytree.tree_leaves, (found, expected, nudged)), strict=True)
+            if isinstance(b, Tensor) and b.is_floating_point() and not torch.equal(a, b)
+        ]
+        return all(error <= min(10 * change, 0.1 * size) for error, change, size in pairs)
+
+
+class TooLarge(Exception):
+    """A graph that would take too long to compile."""
 
 
 def _probe(like: Tensor, typical: bool) -> Tensor:

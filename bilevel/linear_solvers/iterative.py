@@ -141,6 +141,22 @@ class Iterative(LinearSolver):
 
         return Attempt(x, residual, local(v).new_zeros(0), compare)
 
+    def made(self, matvec: Matvec, v: Tensor, x0: Tensor | None, solution: Tensor, facts: Tensor) -> Attempt:
+        """What :meth:`attempt` returned with a fixed number of steps, inside a graph, to be judged outside.
+
+        Args:
+            matvec: As there; it is called only if something went wrong.
+            v: As there.
+            x0: As there.
+            solution: As it was returned.
+            facts: Likewise.
+
+        Returns:
+            The attempt.
+        """
+        operator = Operator(matvec, v.dtype, self.damping, on_host(v))
+        return Attempt(solution, facts[0], facts, partial(self._judge, operator, v, x0))
+
     def _judge(self, operator: Operator, v: Tensor, x0: Tensor | None, facts: list[float]) -> int:
         """Say how a fixed number of steps went."""
         now, belief, taken, failed, value, seen = facts

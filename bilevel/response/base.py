@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -100,6 +101,8 @@ class BestResponse(nn.Module, ABC):
             training batch.
         can_compile: Whether the method can compile its own costly parts.
         compiles: Whether it should do so; set by the solver before :meth:`connect`.
+        whole: Whether the derivative of an outer loss may be compiled as one graph. It may then read only what ``pure``
+            allows and what :meth:`reads` returns, and change nothing but what :meth:`left` returns.
         moves_weights: Whether the method differentiates the update of the weights, and not only the loss. Others cannot
             tune decoupled weight decay, and refuse it.
         advice: What to add to an error of PyTorch about a derivative that it lacks, in a term of :meth:`inner_loss`.
@@ -120,6 +123,7 @@ class BestResponse(nn.Module, ABC):
 
     report: dict[str, Tensor]
     unrolled_steps: int = 0
+    whole: bool = False
     restarts: bool = False
     steps: Steps | None = None
     doubts: list[Doubt] | None = None
@@ -226,6 +230,50 @@ class BestResponse(nn.Module, ABC):
 
     def commit(self) -> None:
         """Called after every successful outer step, for methods that carry something on to the next one."""
+
+    def reads(self) -> Any:
+        """What a derivative reads beside parameters, buffers and arguments, for a method that is ``whole``.
+
+        Returns:
+            Nested tensors and plain values.
+        """
+        return None
+
+    def trace(self, reads: Any) -> AbstractContextManager[None]:
+        """While such a graph is traced, :meth:`forward` and its derivative use ``reads`` and judge nothing.
+
+        Args:
+            reads: As :meth:`reads` returned it.
+
+        Returns:
+            A context manager.
+        """
+        return nullcontext()
+
+    def left(self) -> Any:
+        """What the derivative that was traced last has left behind.
+
+        Returns:
+            Nested tensors and plain values.
+        """
+        return None
+
+    def accept(self, left: Any, hyper: Tensor, train_batch: Any) -> None:
+        """Go on from what a compiled derivative has left behind, as if it had been made by :meth:`forward`.
+
+        Args:
+            left: As :meth:`left` returned it.
+            hyper: Shape ``(h,)``.
+            train_batch: As in :meth:`forward`.
+        """
+
+    def runs_compiled(self) -> bool:
+        """Whether the costly parts that the method compiles itself could be compiled so far.
+
+        Returns:
+            The answer.
+        """
+        return False
 
     def jvp(self, hyper: Tensor, tangent: Tensor, train_batch: Any = None) -> dict[str, Tensor]:
         r"""The change of the weights along a direction, :math:`\frac{\partial r}{\partial \lambda} v`.

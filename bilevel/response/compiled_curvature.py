@@ -66,6 +66,11 @@ class CompiledCurvature:
         self._buffer_names = [name for name, _ in self._builder.named_buffers()]
         self._staged = Staged(self._stage, "the products with second derivatives")
 
+    @property
+    def working(self) -> bool:
+        """Whether nothing has failed so far."""
+        return self._staged.working
+
     def __call__(self, hyper: Tensor, batch: Any) -> Products:
         """The curvature at the current weights.
 

@@ -12,7 +12,8 @@ where a linear solver approximates :math:`\mathbf{H}^{-1} u` from products with 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast, final
 
@@ -23,7 +24,7 @@ from typing_extensions import override
 
 from bilevel.checks import check_continuous, check_dependence, check_outputs, check_smooth, isolated, repeatable
 from bilevel.linear_solvers import CG, LinearSolver, LinearSolverError
-from bilevel.linear_solvers.base import Matvec
+from bilevel.linear_solvers.base import Attempt, Matvec
 from bilevel.linear_solvers.iterative import Iterative
 from bilevel.parallel import added, count, flat_like, is_sharded, plain, whole
 from bilevel.precision import has_half_precision, own_precision
@@ -40,6 +41,8 @@ HALF_PRECISION = (
     "Switch it off where the loss itself or the network switches it on, or use method='implicit_identity', 'unrolled' "
     "or 'delta_stn'."
 )
+MOST_STEPS = 50
+"""Of a solver, as one graph."""
 CURVATURES: dict[str, type[Curvature]] = {"hessian": Hessian, "gauss_newton": GaussNewton}
 
 
@@ -118,6 +121,10 @@ class ImplicitResponse(BestResponse):
         self.register_buffer("guess", torch.zeros_like(flatten(list(self.inner.params().values()))).detach())
         self._solution = self.guess
         self._compiled: CompiledCurvature | None = None
+        self._traced: list[Any] | None = None
+        solver = settings.linear_solver
+        fixed = isinstance(solver, Iterative) and solver.rtol == 0 and solver.max_steps <= MOST_STEPS
+        self.whole = fixed and settings.preconditioner is None
 
     @override
     def divide(self, like: Tensor) -> None:
@@ -203,13 +210,23 @@ class ImplicitResponse(BestResponse):
         guess = self.guess if self.settings.warm_start else None
         right = self._sum(cotangent)
         found = self.settings.linear_solver.attempt(self._added(curvature, share), right, guess, root)
+        part = -curvature.cross_vjp(whole(found.solution))
+        if self._traced is not None:
+            self._traced = [found.solution, found.facts, right, guess]
+            return part
+        self._judge(found, lambda: curvature)
+        return part if share is None else torch.where(share == 0, 0.0, share.to(part) * part)
+
+    def _judge(self, found: Attempt, curvature: Callable[[], Curvature | Products]) -> None:
+        """Judge a solve now, or with everything else."""
         self._solution = found.solution
 
         def settle(facts: list[float]) -> None:
             try:
-                steps = torch.full((), found.judge(facts), device=cotangent.device)
+                steps = torch.full((), found.judge(facts), device=found.solution.device)
             except LinearSolverError as error:
-                if isinstance(curvature, Curvature) and has_half_precision(curvature.loss):
+                at = curvature()
+                if isinstance(at, Curvature) and has_half_precision(at.loss):
                     error.add_note(HALF_PRECISION)
                 raise
             self.report = {"residual": found.residual, "solver_steps": steps}
@@ -220,8 +237,41 @@ class ImplicitResponse(BestResponse):
             settle(found.facts.tolist())
         else:
             self.doubts.append(Doubt(found.facts, settle))
-        part = -curvature.cross_vjp(whole(found.solution))
-        return part if share is None else torch.where(share == 0, 0.0, share.to(part) * part)
+
+    @override
+    @contextmanager
+    def trace(self, reads: Any) -> Generator[None]:
+        """Products are traced, not compiled, and nothing is judged."""
+        self._traced = []
+        try:
+            yield
+        finally:
+            self._traced = None
+
+    @override
+    def left(self) -> Any:
+        """The solution, what judges it, the right-hand side, and the guess."""
+        return self._traced
+
+    @override
+    def accept(self, left: Any, hyper: Tensor, train_batch: Any) -> None:
+        """Judge a solve that was compiled; if it failed, products that are not compiled find out why."""
+        solution, facts, right, guess = left
+        made: list[Curvature] = []
+
+        def curvature() -> Curvature:
+            if not made:
+                made.append(self._curvature(hyper, plain(train_batch)))
+            return made[0]
+
+        solver = self.settings.linear_solver
+        assert isinstance(solver, Iterative)
+        self._judge(solver.made(lambda p: curvature().product(p), right, guess, solution, facts), curvature)
+
+    @override
+    def runs_compiled(self) -> bool:
+        """Whether the products are."""
+        return self._compiled is not None and self._compiled.working
 
     def _root(self, hyper: Tensor, batch: Any, share: Tensor | None) -> Matvec | None:
         """The preconditioner on this batch, if there is one."""
@@ -256,6 +306,8 @@ class ImplicitResponse(BestResponse):
 
     def _products(self, hyper: Tensor, batch: Any) -> Curvature | Products:
         """The curvature that a solve uses."""
+        if self._traced is not None:  # without the check, which reads the values of tensors: a trace has none
+            return CURVATURES[self.settings.curvature](self.inner, hyper, batch, check=False)
         return self._curvature(hyper, batch) if self._compiled is None else self._compiled(hyper, batch)
 
     def _curvature(self, hyper: Tensor, batch: Any) -> Curvature:

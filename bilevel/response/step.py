@@ -104,7 +104,10 @@ class Step:
         inner: The network.
         optimizer: Makes the step.
         clip: Largest norm of a gradient, or None.
+        settings: Of the optimizer, for steps that are given none; None for its current ones.
     """
+
+    settings: list[dict[str, Any]] | None = None
 
     def __init__(self, inner: Variables, optimizer: DifferentiableOptimizer, clip: float | None) -> None:
         """Make steps of this optimizer."""
@@ -132,7 +135,7 @@ class Step:
         """
         leaves = point.leaves(requires_grad=True)
         slopes, buffers, loss = self._slopes(hyper.detach(), leaves, batch)
-        return _made(*self._move(leaves, slopes, hyper.detach(), buffers, None), loss)
+        return _made(*self._move(leaves, slopes, hyper.detach(), buffers, self.settings), loss)
 
     def extend(self, hyper: Tensor, point: Point, batch: Any) -> Made:
         """Make a step that keeps the graph of where it starts.
@@ -147,7 +150,7 @@ class Step:
         """
         slopes, buffers, loss = self._slopes(hyper, point, batch)
         with torch.enable_grad():
-            new, norm = self._move(point, slopes, hyper, buffers, None)
+            new, norm = self._move(point, slopes, hyper, buffers, self.settings)
         return _made(new, norm, loss, keep_graph=True)
 
     def record(

@@ -17,7 +17,8 @@ References:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, final
@@ -40,6 +41,8 @@ from bilevel.response.trajectory import Trajectory
 from bilevel.structure.dense import check_memory
 
 FAMILY = "unrolling"
+MOST_STEPS = 50
+"""As one graph."""
 
 
 @final
@@ -130,6 +133,9 @@ class UnrolledResponse(BestResponse):
         self._compiled: Staged | None = None
         self._end: Point | None = None
         self._decays: list[Tensor | None] = []
+        self._reads: Any = None
+        plain = settings.mode == "reverse" and not settings.checkpoint
+        self.whole = plain and settings.steps <= MOST_STEPS
 
     @property
     def _differentiated(self) -> int:
@@ -249,6 +255,40 @@ class UnrolledResponse(BestResponse):
         return self._finish(trajectory, end), pull_to_hyper
 
     @override
+    def reads(self) -> Any:
+        """What the optimizer remembers, and its settings."""
+        assert self._optimizer is not None
+        return self._optimizer.state(), self._optimizer.settings()
+
+    @override
+    @contextmanager
+    def trace(self, reads: Any) -> Generator[None]:
+        """The steps read state and settings of the optimizer from here."""
+        assert self._step is not None
+        self._reads, self._step.settings = reads
+        try:
+            yield
+        finally:
+            self._reads = self._step.settings = None
+
+    @override
+    def left(self) -> Any:
+        """Where the steps lead, and their losses."""
+        end, steps = self._end, self.steps
+        self._end = self.steps = None
+        return end, steps
+
+    @override
+    def accept(self, left: Any, hyper: Tensor, train_batch: Any) -> None:
+        """Go on from there."""
+        self._end, self.steps = left
+
+    @override
+    def runs_compiled(self) -> bool:
+        """Whether the steps are."""
+        return self._compiled is not None and self._compiled.working
+
+    @override
     def commit(self) -> None:
         """Go on from the end of the unrolled steps."""
         if self._end is None or self._optimizer is None:
@@ -265,14 +305,16 @@ class UnrolledResponse(BestResponse):
         if self._step is None:
             raise RuntimeError("unrolling needs the optimizer of the weights: use it through a bilevel.Solver.")
         self._step.optimizer.check_hooks()
-        return Trajectory(self._step, self._compiled if mode == self.settings.mode else None)
+        alone = mode == self.settings.mode and self._reads is None
+        return Trajectory(self._step, self._compiled if alone else None)
 
     def _start(self, hyper: Tensor) -> Point:
         assert self._optimizer is not None
         if self.settings.restart:
             return Point([*self.problem.start(hyper).values()], self._optimizer.fresh, self.problem.buffers)
         weights = [weight.detach() for weight in self.inner.weights]
-        return Point(weights, self._optimizer.state(), self.inner.buffer_values())
+        state = self._optimizer.state() if self._reads is None else self._reads
+        return Point(weights, state, self.inner.buffer_values())
 
     def _finish(self, trajectory: Trajectory, end: Point) -> list[Tensor]:
         self._end = end

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, TypeVar, final
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from bilevel.compilation import OfModule, gains
+from bilevel.compilation import OfModule, TooLarge, WholeStep, gains
 from bilevel.interrupts import safe_point
 from bilevel.linear_solvers import LinearSolverError
 from bilevel.parallel import Group, Nothing, Shards, added, count, plain
@@ -22,6 +23,8 @@ from bilevel.solver.finite import FiniteCheck
 from bilevel.solver.optimization import Gradients, Optimization
 from bilevel.solver.undo import buffers_kept
 
+MOST_OPERATIONS = 6000
+"""In one graph. Compiling as many takes half a minute to a minute."""
 Part = TypeVar("Part", Tensor, Tensor | None)
 
 
@@ -52,6 +55,9 @@ class Differentiation:
             trained = self._weights + self._rest
             self.inner = OfModule(response, trained, "inner steps", self._terms)
             self.outer = OfModule(response, self._scale, "outer steps", self._slopes, after=self.inner.staged)
+        self.whole: WholeStep | None = None
+        if compile and response.whole:
+            self.whole = WholeStep(response, "outer steps", self._whole, limit=MOST_OPERATIONS)
 
     def of_inner_losses(self, hyper: Tensor, batches: list[Any]) -> tuple[Loss, list[Tensor], Gradients]:
         """What :meth:`of_inner_loss` returns, averaged over batches, with the aux of the last one.
@@ -174,10 +180,38 @@ class Differentiation:
             loss, slopes = self._slopes(self._scale, hyper, train_batch, plain(valid_batch), steps)
             *slopes, value = group.add([*slopes, self._share * loss.value.to(hyper)], self._share)
             return Loss(value, loss.aux), slopes
+        if self.whole is not None:
+            for (loss, slopes), left in self.whole(self._response.reads(), hyper, *batches):
+                self._response.accept(left, hyper, batches[0])
+                self._finite.made(steps[0], self._response.steps)
+                return loss, slopes
         if self.outer is None:
-            return self._slopes(self._scale, hyper, *batches, steps)
+            found = self._slopes(self._scale, hyper, *batches, steps)
+            self._say_why()
+            return found
         loss, slopes = self.outer(hyper, None, batches[1], None)
         return loss, slopes
+
+    def _whole(
+        self, reads: Any, hyper: Tensor, train_batch: Any, valid_batch: Any
+    ) -> tuple[tuple[Loss, list[Tensor]], Any]:
+        """What :meth:`of_outer_loss` returns, and what the response has left behind."""
+        with self._response.trace(reads):
+            return self._slopes(self._scale, hyper, train_batch, valid_batch, None), self._response.left()
+
+    def _say_why(self) -> None:
+        """Warn once, if an outer step could not be one graph but its parts could."""
+        if self.whole is None or not self.whole.staged.reason:
+            return
+        reason, self.whole.staged.reason = self.whole.staged.reason, ""
+        if self._response.runs_compiled() and not reason.startswith(TooLarge.__name__):
+            warnings.warn(
+                f"compile=True: could not compile outer steps as one graph ({reason}), so that their parts are "
+                "compiled one by one, which is slower. Needed are an outer loss and a batch of plain tensors, and no "
+                ".item() there.",
+                UserWarning,
+                stacklevel=6,
+            )
 
     def rehearse(self, hyper: Tensor, batch: Any) -> None:
         """Run all checks of an inner step, for a response that makes its steps itself.
