@@ -167,25 +167,34 @@ def vjp(
         >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
         >>> vjp([x**2, None], [x], [torch.ones(2), None])
         [tensor([2., 4.])]
-    """
+    """  # noqa: DOC502
     pairs = zip(outputs, cotangents, strict=True)
     live = [(y, u) for y, u in pairs if y is not None and y.requires_grad and u is not None]
     if not live or not inputs:
         return [None] * len(inputs)
     ys, us = zip(*live, strict=True)
-    try:
+    with SecondDerivatives():
         return [
             *torch.autograd.grad(
                 ys, inputs, us, retain_graph=retain_graph, create_graph=create_graph, allow_unused=True
             )
         ]
-    except RuntimeError as error:
-        if any(words in str(error) for words in ("is not implemented", "twice", "Double backward")):
+
+
+class SecondDerivatives:
+    """Says, in a block that differentiates twice, what to do about an operation that cannot be."""
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        """Add a note to the error of PyTorch."""
+        words = ("is not implemented", "twice", "Double backward")
+        if isinstance(error, RuntimeError) and any(part in str(error) for part in words):
             error.add_note(
                 "inner_loss contains an operation without second derivatives, which implicit and unrolled methods "
                 "need. Replace it, or use method='centered_stn' or 'stn'."
             )
-        raise
 
 
 def map_tensors(

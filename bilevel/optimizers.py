@@ -287,16 +287,20 @@ def clip(gradients: Sequence[Tensor | None], limit: float | None) -> tuple[list[
     """
     present = [gradient for gradient in gradients if gradient is not None]
     if limit is None:
-        return list(gradients), _norm([gradient.detach() for gradient in present])
+        norms = torch._foreach_norm([_wide(gradient.detach()) for gradient in present])
+        length: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return list(gradients), length
     norm = _norm(present)
     shrink = (limit / (norm + 1e-6)).clamp(max=1.0)
     return [None if gradient is None else gradient * shrink.to(gradient.dtype) for gradient in gradients], norm.detach()
 
 
 def _norm(gradients: Sequence[Tensor]) -> Tensor:
-    # Squares overflow early in half precision.
-    wide = [
-        gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient for gradient in gradients
-    ]
-    length: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in wide]))
+    norms = [torch.linalg.vector_norm(_wide(gradient)) for gradient in gradients]
+    length: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return length
+
+
+def _wide(gradient: Tensor) -> Tensor:
+    # Squares overflow early in half precision.
+    return gradient.float() if gradient.dtype in (torch.float16, torch.bfloat16) else gradient

@@ -109,9 +109,7 @@ class WholeStep:
         found = self.staged.attempt([*self._module.parameters()], [*self._module.buffers()], inputs)
         return [] if found is None else [found[0]]
 
-    def _stage(
-        self, params: list[Tensor], buffers: list[Tensor], inputs: tuple[Any, ...]
-    ) -> tuple[Any, list[Later]]:
+    def _stage(self, params: list[Tensor], buffers: list[Tensor], inputs: tuple[Any, ...]) -> tuple[Any, list[Later]]:
         tensors = [tensor.detach() for tensor in [*params, *buffers]]
         named = dict(zip([*self._names, *self._buffer_names], tensors, strict=True))
 

@@ -74,7 +74,7 @@ def _quick_products(graph: fx.GraphModule) -> None:
             continue
         with graph.graph.inserting_before(node):
             turned = graph.graph.call_function(aten.t.default, (node.args[1],))
-            arguments = (node.args[0], turned, None, "none", [], "")
+            arguments: tuple[Any, ...] = (node.args[0], turned, None, "none", [], "")
             product = graph.graph.call_function(torch.ops.mkldnn._linear_pointwise.default, arguments)
             node.replace_all_uses_with(product)
         graph.graph.erase_node(node)

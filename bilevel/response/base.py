@@ -154,6 +154,11 @@ class BestResponse(nn.Module, ABC):
         self.scale: Scale | None = None
         self.report = {}
 
+    @property
+    def carries(self) -> bool:
+        """Whether :meth:`commit` changes anything, so that the whole state is kept until an outer step is judged."""
+        return type(self).commit is not BestResponse.commit
+
     @abstractmethod
     def inner_loss(self, hyper: Tensor, batch: Any) -> Iterator[Loss]:
         """The terms whose sum the parameters of this module minimise.

@@ -15,10 +15,11 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import override
 
-from bilevel.autodiff import Gate, map_tensors, vjp
+from bilevel.autodiff import Gate, SecondDerivatives, map_tensors, vjp
 from bilevel.hyper import Named
 from bilevel.precision import full_precision, in_full_precision
 from bilevel.problem import Model, Variables
@@ -60,6 +61,7 @@ class Curvature(ABC):
             self.gradient = _gradient(self.loss, self.weights)
             # In one piece, since every product has to look at each tensor that it starts from.
             self._flat = flatten(_zeros_for_none(self.gradient, self.weights))
+            self._leaves = tuple(self.weights)
 
     def _model(self, inner: Variables) -> Model:
         """What the loss sees."""
@@ -128,7 +130,13 @@ class Hessian(Curvature):
     @override
     def product(self, vector: Tensor) -> Tensor:
         r"""Differentiate the gradient, :math:`\mathbf{H} p = \nabla_w (p^\top \nabla_w \mathcal{L}_T)`."""
-        parts = vjp([self._flat], self.weights, [vector], retain_graph=True)
+        if not self._flat.requires_grad:
+            return torch.zeros_like(vector)
+        # What torch.autograd.grad does, without checks that take as long as a small layer: solvers make vectors alike.
+        with SecondDerivatives():
+            parts = _engine_run_backward(
+                (self._flat,), (vector,), True, False, self._leaves, allow_unreachable=True, accumulate_grad=False
+            )
         return flatten(_zeros_for_none(parts, self.weights))
 
 

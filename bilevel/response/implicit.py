@@ -187,6 +187,12 @@ class ImplicitResponse(BestResponse):
             solution = self.settings.linear_solver(self._added(curvature, share), self._add(right, share))
         return dict(zip(self.inner.params(), unflatten(whole(solution), curvature.weights), strict=True))
 
+    @property
+    @override
+    def carries(self) -> bool:
+        """With a warm start."""
+        return self.settings.warm_start
+
     @override
     def commit(self) -> None:
         """Keep the solution of this outer step as the guess of the next one."""

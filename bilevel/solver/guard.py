@@ -10,7 +10,6 @@ from torch import Tensor
 
 from bilevel.arguments import check_integer
 from bilevel.parallel import local
-from bilevel.response import BestResponse
 from bilevel.solver.finite import DivergenceError, FiniteCheck, NotFinite, NotFiniteWarning, all_finite
 from bilevel.solver.undo import Snapshot, View
 
@@ -52,7 +51,7 @@ class Guard:
         self._in_a_row = {"inner": 0, "outer": 0}
         self._reached = {"inner": -1, "outer": -1}
         names = list(solver.optimizers)
-        self.carries = type(solver.response).commit is not BestResponse.commit
+        self.carries = solver.response.carries
         small = [name for name in names if name in ("hyper", "scale")]
         self.step = Snapshot(solver, names, whole=True)
         self.round = Snapshot(solver, names, whole=True)

@@ -108,14 +108,21 @@ def outer(solver: Solver, train_batch: Any, valid_batch: Any) -> OuterStep:
         What was computed.
     """
     guard, hyper = solver.guard, solver.vector.detach()
-    train_batch, valid_batch = solver.to_device(_train_batches(solver, train_batch)), solver.to_device(valid_batch)
+    train_batch, valid_batch = _train_batches(solver, train_batch), solver.to_device(valid_batch)
+    if solver.response.unrolled_steps:
+        different = {id(batch): batch for batch in train_batch}  # often one for all steps
+        moved = {place: solver.to_device(batch) for place, batch in different.items()}
+        train_batch, train_batches = [moved[id(batch)] for batch in train_batch], [*moved.values()]
+    else:
+        train_batch = solver.to_device(train_batch)
+        train_batches = [train_batch]
     changed = False
     try:
         with solver.streams["loss"](), solver.guard.finite.reading_once(), own_precision(solver.problem.device):
             if solver.response.unrolled_steps and solver.inner_steps == 0:
                 solver._differentiation.rehearse(hyper, train_batch[0])
             if not solver.response.pure:  # otherwise it does not read the training batch
-                for batch in train_batch if solver.response.unrolled_steps else [train_batch]:
+                for batch in train_batches:
                     solver.first_look.inner(hyper, plain(batch))
             solver.first_look.outer(hyper, plain(valid_batch))
             steps = (solver.inner_steps, solver.outer_steps)
@@ -138,11 +145,11 @@ def outer(solver: Solver, train_batch: Any, valid_batch: Any) -> OuterStep:
             solver.optimization.step(gradients)
             solver.response.commit()
             # The step is made before it is judged, so that all flags are read from the device at once.
-            moved = torch.cat([value.flatten() for value in solver.hyper.values()])
+            values = torch.cat([value.flatten() for value in solver.hyper.values()])
             state = solver.guard.finite.number(guard.step.look().tensors)
             if solver.group is not None:
                 together.compare(solver, solver.group)
-            solver.guard.finite.outer(solver.outer_steps, loss.value, norms, moved, state, solver.inner_steps)
+            solver.guard.finite.outer(solver.outer_steps, loss.value, norms, values, state, solver.inner_steps)
         solver.outer_steps += 1
         made = solver.response.steps
         if made is not None:
