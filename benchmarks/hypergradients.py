@@ -211,12 +211,14 @@ def report(key: str, rounds: int) -> tuple[str, dict[str, float]]:
     torch.manual_seed(0)
     task = TASKS[key]()
     truth = {kind: exact(task, kind) for kind in ("hessian", "gauss_newton", "unroll")}
-    runs, errors, failures = {"plain": plain(task)}, {}, {}
+    runs, errors, failures, compiling = {"plain": plain(task)}, {}, {}, {}
     installed = {name: value for name, value in METHODS.items() if name.split()[0] not in missing()}
     for name, (kind, prepare) in installed.items():
         try:
-            runs[name] = prepare(task)
+            runs[name], started = prepare(task), time.perf_counter()
             found = torch.as_tensor(runs[name]().tolist(), dtype=torch.float64)
+            if "compiled" in name:
+                compiling[name] = time.perf_counter() - started
             errors[name] = float((found - truth[kind]).norm() / truth[kind].norm())
         except Exception as error:
             runs.pop(name, None)
@@ -233,6 +235,9 @@ def report(key: str, rounds: int) -> tuple[str, dict[str, float]]:
             continue
         peak = f"{peaks[name]:6.1f} MB {peaks[name] / peaks['plain']:5.1f} x" if peaks else "-"
         lines.append(f"{name:30} {times[name]:7.1f} {peak:>16} {errors[name]:9.1e}")
+    if compiling:
+        lines.append("seconds of the first call, which compiles, or finds in a cache what an earlier run compiled:")
+        lines.append("  " + ", ".join(f"{name.partition(', ')[0]} {taken:.0f}" for name, taken in compiling.items()))
     numbers = {f"{key} / {name} / time": times[name] for name in runs if name != "plain"}
     numbers |= {f"{key} / {name} / MB": peak for name, peak in peaks.items()}
     numbers |= {f"{key} / {name} / error": error for name, error in errors.items()}

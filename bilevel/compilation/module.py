@@ -95,6 +95,9 @@ class WholeStep:
         self._function = function
         self._names = [name for name, _ in self._module.named_parameters()]
         self._buffer_names = [name for name, _ in self._module.named_buffers()]
+        # To look for them at every call takes as long as a small layer.
+        self._params = [self._held(name) for name in self._names]
+        self._buffers = [self._held(name) for name in self._buffer_names]
         self.staged = Staged(self._stage, name, backend=inductor_in_cpp, limit=limit)
 
     def __call__(self, *inputs: Any) -> Any:
@@ -106,8 +109,15 @@ class WholeStep:
         Returns:
             A list with what it returns; an empty one if it cannot be one graph.
         """
-        found = self.staged.attempt([*self._module.parameters()], [*self._module.buffers()], inputs)
+        params = [held[name] for held, name in self._params]
+        found = self.staged.attempt(params, [held[name] for held, name in self._buffers], inputs)
         return [] if found is None else [found[0]]
+
+    def _held(self, name: str) -> tuple[dict[str, Any], str]:
+        """Where a module keeps a parameter or buffer."""
+        place, _, last = name.rpartition(".")
+        owner = self._module.get_submodule(place)
+        return (owner._parameters if last in owner._parameters else owner._buffers), last
 
     def _stage(self, params: list[Tensor], buffers: list[Tensor], inputs: tuple[Any, ...]) -> tuple[Any, list[Later]]:
         tensors = [tensor.detach() for tensor in [*params, *buffers]]

@@ -20,6 +20,7 @@ from bilevel.rng import Stream
 _LOG = logging.getLogger("bilevel")
 MAX_KINDS = 8
 """How many kinds of inputs are compiled; further ones run as they are."""
+LEAVES = (Tensor, torch.nn.Parameter, bool, int, float, str)
 LARGE = 4e6
 """Products of matrices with more operations are left to oneDNN, which takes longer to begin and is faster then."""
 
@@ -38,7 +39,7 @@ def inductor(graph: fx.GraphModule, inputs: list[Tensor], *, host: bool = True) 
     import torch._inductor.config  # takes seconds
 
     _keep_products(graph)
-    _quick_products(graph)
+    _quick_products(graph, inputs)
     with torch._inductor.config.patch(fallback_random=True, cpp_wrapper=not host):
         compiled: Any = torch._inductor.compile(graph, [*inputs])
     # Without the guard against being traced itself, which nothing here does.
@@ -60,13 +61,14 @@ def inductor_in_cpp(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[...
     return inductor(graph, inputs)
 
 
-def _quick_products(graph: fx.GraphModule) -> None:
+def _quick_products(graph: fx.GraphModule, inputs: list[Tensor]) -> None:
     """Leave large products of matrices in single precision on a CPU to oneDNN, as PyTorch does in half precision."""
     if not torch.backends.mkldnn.is_available():
         return
     aten = torch.ops.aten
+    given = dict(zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True))
     for node in graph.graph.find_nodes(op="call_function", target=aten.mm.default):
-        values = [part.meta.get("val") for part in node.args]
+        values = [given.get(part, part.meta.get("val")) for part in node.args]
         if not all(isinstance(v, Tensor) and v.device.type == "cpu" and v.dtype == torch.float32 for v in values):
             continue
         (rows, inner), (_, columns) = (value.shape for value in values)
@@ -183,7 +185,8 @@ class Staged:
         """
         if not self.working or (self.after is not None and not self.after.working):
             return None
-        leaves, nesting = pytree.tree_flatten(inputs)
+        leaves: list[Any] = []
+        nesting = _flatten(inputs, leaves)
         tensors = [leaf.detach() for leaf in leaves if isinstance(leaf, Tensor)]
         try:
             which = (nesting, *map(kind, leaves), autocast_outside({tensor.device.type for tensor in tensors}))
@@ -249,6 +252,25 @@ class Staged:
             if isinstance(b, Tensor) and b.is_floating_point() and not torch.equal(a, b)
         ]
         return all(error <= min(10 * change, 0.1 * size) for error, change, size in pairs)
+
+
+def _flatten(value: Any, leaves: list[Any]) -> Any:
+    """Append the leaves of nested values, in the order of pytree, which takes several times as long.
+
+    Returns:
+        What tells one nesting from another.
+    """
+    kind = type(value)
+    if kind in LEAVES:
+        leaves.append(value)
+        return None
+    if kind is list or kind is tuple:
+        return kind, *[_flatten(part, leaves) for part in value]
+    if kind is dict:
+        return kind, *value, *[_flatten(part, leaves) for part in value.values()]
+    found, nesting = pytree.tree_flatten(value)
+    leaves += found
+    return nesting
 
 
 class TooLarge(Exception):

@@ -134,7 +134,7 @@ class UnrolledResponse(BestResponse):
         self._end: Point | None = None
         self._decays: list[Tensor | None] = []
         self._reads: Any = None
-        plain = settings.mode == "reverse" and not settings.checkpoint
+        plain = settings.mode == "reverse" and not settings.checkpoint and not settings.restart
         self.whole = plain and settings.steps <= MOST_STEPS
 
     @property

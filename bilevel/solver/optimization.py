@@ -111,7 +111,9 @@ class Optimization:
             present = [gradient for gradient in values if gradient is not None]
             if any(gradient.dtype in HALF for gradient in present):  # whose squares overflow early
                 present = [gradient.float() for gradient in present]
-            norm = whole(torch.nn.utils.get_total_norm(present)).to(self.params["hyper"][0])
+            one = len(present) == 1 and not is_sharded(present[0])
+            length = torch.linalg.vector_norm(present[0]) if one else torch.nn.utils.get_total_norm(present)
+            norm = whole(length).to(self.params["hyper"][0])
             shrink = None if limit is None else (limit / (norm + 1e-6)).clamp(max=1.0)
             seen: set[int] = set()
             for param, gradient in zip(self.params[name], values, strict=True):

@@ -106,9 +106,9 @@ class Solver:
             outer_clip: Largest gradient norm, for the hyperparameters and for the scale each.
             compile: Trace and compile when first needed, which takes seconds to minutes: for self-tuning networks the
                 losses and gradients of inner and outer steps, once for every shape of batch; for implicit and unrolled
-                methods the inner loss and its derivatives in an outer step. What the losses read beside their
-                arguments is frozen then, except for tensors that are changed in place. What cannot be compiled, or
-                would not be faster, runs as it is, with a warning.
+                methods the outer step as one graph, or else its products or inner steps. What the losses read beside
+                their arguments is frozen then, except for tensors that are changed in place. What cannot be compiled,
+                or would not be faster, runs as it is, with a warning.
             on_nan: What to do if a number of a step is NaN or infinite: a loss, a gradient, a weight, a buffer, a
                 hyperparameter or what an optimizer remembers. ``"raise"`` undoes the step and raises. ``"skip"``
                 leaves the step out, as if its batch had not been there. ``"rollback"`` returns to the first inner step

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from bilevel.parallel import Division, is_sharded, local
 from bilevel.problem import Variables
@@ -97,6 +98,20 @@ class Snapshot:
             memory[name] = states, groups, None if scheduler is None else scheduler.state_dict()
         rest = (solver.streams["loss"].states, solver.inner_steps, solver.outer_steps, solver.inner_aux)
         return View(tensors, memory, rest)
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors of :meth:`look`, without the rest.
+
+        Returns:
+            Live tensors.
+        """
+        tensors, device = self.changed(), self._solver.vector.device
+        for name in self._names:
+            for entry in self._solver.optimizers[name].state.values():
+                leaves = pytree.tree_leaves(entry)
+                live = [t for t in leaves if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
+                tensors += [local(t.detach()) for t in live if is_sharded(t) or t.device == device]
+        return tensors
 
     def changed(self) -> list[Tensor]:
         """Parameters and buffers, which are changed in place.

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import bilevel
-from bilevel import CG, Implicit, Neumann, Nystrom, Unrolled
+from bilevel import CG, MINRES, Implicit, Neumann, Nystrom, Unrolled
 
 METHODS = {
     "hessian": Implicit(CG(max_steps=8, rtol=0.0, damping=10.0)),
@@ -139,6 +139,10 @@ def compare(method, **options):
 
 
 def staged(solver):
+    """The graph of whole outer steps, or else that of their parts."""
+    whole = solver._differentiation.whole
+    if whole is not None and whole.staged.working:
+        return whole.staged
     compiled = solver.response._compiled
     return compiled._staged if isinstance(solver.method, Implicit) else compiled
 
@@ -148,6 +152,73 @@ def graphs_as_they_are(request, monkeypatch):
     """Graphs are traced and cut but not compiled, which would take seconds."""
     if "slow" not in request.keywords:
         monkeypatch.setattr("bilevel.compilation.staged.inductor", lambda graph, inputs: graph)
+
+
+WHOLE = {name: METHODS[name] for name in ("hessian", "gauss_newton", "neumann", "reverse", "truncated")}
+WHOLE["minres"] = Implicit(MINRES(max_steps=8, rtol=0.0))
+WHOLE["cold"] = Implicit(CG(max_steps=8, rtol=0.0, damping=10.0), warm_start=False)
+
+
+@pytest.mark.parametrize("method", WHOLE.values(), ids=WHOLE)
+def test_an_outer_step_is_one_graph(method):
+    """That of all iterations or steps; what it reports is the same, too."""
+    solver = compare(method)
+    assert solver._differentiation.whole.staged.compiled
+    assert solver._differentiation.whole.staged.seconds > 0
+    if isinstance(method, Implicit):
+        assert staged(solver) is solver._differentiation.whole.staged
+        plain, _ = run(method, compile=False)
+        last = [s.outer_step(batches()[0], batches(1, 8, seed=2)[0]).report for s in (solver, plain)]
+        torch.testing.assert_close(*last, rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", TWO.values(), ids=TWO)
+def test_parts_are_compiled_where_the_outer_loss_cannot_be(method, monkeypatch):
+    """With one warning; a number of Python beside the loss is such a case."""
+
+    def outer(model, hyper, batch):
+        loss = (model(batch["x"]) - batch["y"]).square().mean()
+        return loss, {"loss": loss.item()}
+
+    problem = problem_of()
+    monkeypatch.setitem(problem.user_losses, "outer_loss", outer)
+    with pytest.warns(UserWarning, match="could not compile outer steps as one graph") as caught:
+        solver, ours = run(method, compile=True, problem=problem)
+    assert len(caught) == 1
+    assert staged(solver).compiled
+    torch.testing.assert_close(ours, run(method, compile=False, problem=problem)[1], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", TWO.values(), ids=TWO)
+def test_parts_are_compiled_where_a_graph_would_be_too_large(method, monkeypatch):
+    monkeypatch.setattr("bilevel.solver.gradients.MOST_OPERATIONS", 20)
+    solver = compare(method)
+    assert not solver._differentiation.whole.staged.working
+
+
+def test_a_tolerance_stops_early():
+    """Then only steps are graphs: how many there are is known at the end."""
+    method = Implicit(CG(max_steps=30, rtol=1e-8, damping=10.0), warm_start=False)
+    solver = compare(method)
+    assert solver._differentiation.whole is None
+    step = solver.outer_step(batches()[0], batches(1, 8, seed=2)[0])
+    assert step.report["solver_steps"] < 30
+    assert step.report["residual"] < 1e-8
+
+
+def test_a_solve_that_breaks_down_says_why():
+    method = Implicit(CG(max_steps=8, rtol=0.0), warm_start=False)
+
+    def inner(model, hyper, batch):
+        loss, aux = inner_loss(model, hyper, batch)
+        return loss - 10 * bilevel.l2(model.params), aux
+
+    messages = []
+    for compile in (True, False):
+        with pytest.raises(bilevel.LinearSolverError, match="not positive definite") as caught:
+            run(method, compile=compile, problem=problem_of(inner=inner))
+        messages.append(str(caught.value)[:60])
+    assert messages[0] == messages[1]
 
 
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
