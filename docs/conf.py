@@ -23,7 +23,7 @@ version = release = bilevel.__version__
 
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.doctest", "sphinx.ext.viewcode"]
 extensions += ["sphinx_gallery.gen_gallery", "backlinks", "mathml", "paper", "tables"]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "results"]
 nitpicky = True
 # Types of other projects: linking to their pages would need the network.
 nitpick_ignore = [
@@ -62,6 +62,7 @@ sphinx_gallery_conf = {
     "within_subsection_order": "gallery.Order",
     "image_scrapers": ("gallery.scraper",),
     "reset_modules": ("gallery.prepare",),
+    "reset_modules_order": "both",
     "capture_repr": (),
     "thumbnail_size": (640, 480),
     "last_notebook_cell": "figure",
