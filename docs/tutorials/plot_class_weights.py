@@ -124,16 +124,20 @@ with bilevel.plotting.style():
     figure, (top, bottom) = bilevel.plotting.panels(2, most=1, size=(5.4, 2.6))
     for label, weights in {"one over the count": inverse, "learned": learned[0]}.items():
         look = "o-" if label == "learned" else "k:"
-        top.plot(range(10), weights / weights.log().mean().exp(), look, label=label)
+        top.plot(
+            range(10), (weights / weights.log().mean().exp()).numpy(), look, label=label
+        )
     for weights in learned[1:]:
-        top.plot(range(10), weights / weights.log().mean().exp(), "o-", color="#8cc0dc")
+        top.plot(
+            range(10), (weights / weights.log().mean().exp()).numpy(), "o-", color="#8cc0dc"
+        )
     bilevel.plotting.log_axis(top)
     top.set(title="class weight", xticks=range(10))
     top.legend()
     for place, (name, runs) in enumerate(found.items()):
         bottom.bar(
             [digit + 0.27 * (place - 1) for digit in range(10)],
-            torch.stack([recall for _, recall in runs]).mean(0),
+            torch.stack([recall for _, recall in runs]).mean(0).numpy(),
             width=0.25,
             label=name,
         )
