@@ -103,6 +103,9 @@ for seed, (before, after) in enumerate(pairs):
     print(f"seed {seed}: test loss of plain training {before:.3f}, tuned {after:.3f}")
 
 # %%
+# The gain is large because the task was made for it: nothing but turning the images
+# helps here.
+#
 # What the network saw
 # --------------------
 #

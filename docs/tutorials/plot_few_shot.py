@@ -135,7 +135,7 @@ for name, weights in {"random start": start, "learned start": solver.hyper}.item
     )
 
 # %%
-# Two new tasks. The learned start is no good curve by itself; it is a short way from
+# One start was learned, with one seed; the tasks to judge it are 200. Two of them: The learned start is no good curve by itself; it is a short way from
 # all of them.
 
 x = torch.linspace(-5, 5, 100)[None, :, None].expand(200, 100, 1)

@@ -121,6 +121,9 @@ for seed in reversed(range(SEEDS)):  # the figure shows the last, which is seed 
     print(f"{low[~wrong].float().mean():.0%} of the right ones")
 
 # %%
+# Reweighting gains little over training on the sure images alone, if there are 100 of
+# them. What it adds is the list of suspects.
+#
 # The twelve examples that it trusts least, with the label that they came with.
 
 with bilevel.plotting.style():
