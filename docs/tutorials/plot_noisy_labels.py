@@ -114,9 +114,8 @@ for seed in reversed(range(SEEDS)):  # the figure shows the last, which is seed 
         "all, reweighted": accuracy(net, test),
     }
     low = learned < 0.5
-    print(
-        f"seed {seed}: test accuracy", {name: f"{rate:.1%}" for name, rate in rates.items()}
-    )
+    shown = ", ".join(f"{name} {rate:.1%}" for name, rate in rates.items())
+    print(f"seed {seed}: test accuracy with {shown}")
     print(f"  below a half: {low[wrong].float().mean():.0%} of the wrong labels,", end=" ")
     print(f"{low[~wrong].float().mean():.0%} of the right ones")
 
