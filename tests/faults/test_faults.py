@@ -257,7 +257,8 @@ def test_a_folder_that_is_deleted_loses_no_result(tmp_path, whole):
 def test_places_that_cannot_be_written_are_noticed_before_the_first_round(tmp_path):
     (tmp_path / "file").write_text("x")
     (tmp_path / "folder").mkdir()
-    for place in (tmp_path / "file" / "run.pt", tmp_path / "folder", "/proc/nothing/run.pt"):
+    places = (tmp_path / "file" / "run.pt", tmp_path / "folder", "/proc/nothing/run.pt", tmp_path / ("x" * 300))
+    for place in places:
         with pytest.raises(bilevel.CheckpointError, match=r"cannot be written|is a folder"):
             run("delta_stn", place, callbacks=[pytest.fail])
     (tmp_path / "log").write_text("mine")
