@@ -33,7 +33,7 @@ from typing_extensions import override
 from bilevel.problem import Loss, Model, Problem
 from bilevel.response.hypernetwork import Hypernetwork, HypernetworkResponse
 from bilevel.rng import Repeated
-from bilevel.structure import Theta, at_center
+from bilevel.structure import Held, Theta, at_center
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +98,12 @@ class CenteredResponse(HypernetworkResponse):
         self._decide()
 
     @abstractmethod
-    def perturbed(self, noise: Tensor) -> Model:
+    def perturbed(self, noise: Tensor, held: Held | None = None) -> Model:
         r"""The model at :math:`\epsilon` from which :math:`\Theta` learns, with :math:`w_0` frozen.
 
         Args:
             noise: Shape ``(h,)`` or ``(B, h)``.
+            held: As in :meth:`affine`.
 
         Returns:
             What the inner loss sees.
@@ -115,21 +116,23 @@ class CenteredResponse(HypernetworkResponse):
         noise = self.perturbation(batch)
         again = Repeated(self.problem.device) if self.antithetic or self.subtracts else nullcontext
         signs = (1, -1) if self.antithetic else (1,)
+        held = Held() if self.subtracts else None
         for sign in signs:
             shift = sign * noise
             with again():
-                loss = self.problem.inner_loss(self.perturbed(shift), hyper + shift, batch)
+                loss = self.problem.inner_loss(self.perturbed(shift, held), hyper + shift, batch)
             yield Loss(loss.value / len(signs), loss.aux)
         with again():
-            loss = self._unperturbed(hyper, noise, batch)
+            loss = self._unperturbed(hyper, noise, batch, held)
         yield loss
 
-    def _unperturbed(self, hyper: Tensor, noise: Tensor, batch: Any) -> Loss:
-        if not self.subtracts:
+    def _unperturbed(self, hyper: Tensor, noise: Tensor, batch: Any, held: Held | None) -> Loss:
+        if held is None:
             return self.problem.inner_loss(self.inner.model(self.inner.params(), update_buffers=True), hyper, batch)
         # One row of hyperparameters per example, as in the perturbed pass, so that both draw the same numbers.
-        model = self.affine(noise, control=True, update_buffers=True)
-        return self.problem.inner_loss(model, hyper.expand_as(noise).clone(), batch)
+        model = self.affine(noise, control=True, update_buffers=True, held=held)
+        loss = self.problem.inner_loss(model, hyper.expand_as(noise).clone(), batch)
+        return Loss(held.passed_on(loss.value), loss.aux)
 
     @override
     def forward(self, hyper: Tensor, train_batch: Any = None, center: Tensor | None = None) -> Model:

@@ -18,7 +18,7 @@ from bilevel.hyper import Scale
 from bilevel.problem import Model, Problem
 from bilevel.responding import CannotRespond, PerturbationWarning, Responding
 from bilevel.response.base import BestResponse, Method
-from bilevel.structure import Theta, choose, make, respond
+from bilevel.structure import Held, Theta, choose, make, respond
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +189,7 @@ class HypernetworkResponse(BestResponse):
         linearized: bool = False,
         control: bool = False,
         update_buffers: bool = False,
+        held: Held | None = None,
     ) -> Model:
         r"""The model with weights :math:`w_0 + \Theta\,\delta`.
 
@@ -199,6 +200,7 @@ class HypernetworkResponse(BestResponse):
             control: Leave all values at :math:`w_0`, and let only minus the slope of the response be added:
                 :math:`w_0 + \operatorname{stop}(\Theta\,\delta) - \Theta\,\delta`.
             update_buffers: Keep what the network does to its buffers.
+            held: Where what is passed back to the response waits for the pass with ``control``.
 
         Returns:
             The model that a loss sees.
@@ -215,7 +217,7 @@ class HypernetworkResponse(BestResponse):
             if predict is None or not linearized:
                 return self.inner.model(moved, update_buffers=update_buffers)
             return Model(moved, linearize(predict, weights, change))
-        rows = self.theta.rows(shift, weights, slope_only=control) if isinstance(self.theta, Theta) else {}
+        rows = self.theta.rows(shift, weights, slope_only=control, held=held) if isinstance(self.theta, Theta) else {}
         params = {name: Responding(name, w, rows[name]) if name in rows else w for name, w in weights.items()}
         return Model(params, respond(predict, weights, rows, linearized=linearized, slope_only=control))
 

@@ -18,12 +18,14 @@ from bilevel.structure.gate import Gate
 from bilevel.structure.network import respond
 from bilevel.structure.respond import Respond, rule
 from bilevel.structure.rowwise import Rowwise
+from bilevel.structure.slopes import Held
 
 __all__ = [
     "STRUCTURES",
     "ByRows",
     "Dense",
     "Gate",
+    "Held",
     "Respond",
     "Rowwise",
     "Theta",

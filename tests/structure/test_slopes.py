@@ -6,9 +6,10 @@ from examples import batches, make_problem, network, sgd
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import bilevel
-from bilevel.structure import linear
+from bilevel.structure import by_rows, linear
 from bilevel.structure.slopes import PIECE, Both, Parts, Slopes, row_products
 
 F64 = torch.float64
@@ -39,7 +40,7 @@ def test_factors_and_their_slopes_are_those_of_the_product(hyper, counts, exampl
 
     product = shift @ factor
     expected = (product - product.detach() if slope_only else product).split(counts, dim=-1)
-    actual = Parts.apply(shift, factor, counts, slope_only)
+    actual = Parts.apply(shift, factor, counts, slope_only, None)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     for parts in (actual, expected):
         (gradient,) = torch.autograd.grad(total(parts), factor, create_graph=True)
@@ -101,3 +102,40 @@ def test_a_step_is_the_same_in_both_forms(monkeypatch, method):
         calls.clear()
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
     assert solver.response.theta.by_rows[0].factor.abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("method", [bilevel.DeltaSTN(), bilevel.CenteredSTN()])
+def test_the_two_passes_of_a_step_make_one_gradient_of_the_response(monkeypatch, method, at_once):
+    """Whether the perturbed pass waits for the other or not; and where it comes too late to be waited for."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 700), nn.Tanh(), nn.Linear(700, 3)).double()
+    found, products = [], []
+    for few in (0, by_rows.FEW):
+        monkeypatch.setattr(by_rows, "FEW", few)
+        problem = bilevel.Problem(
+            net,
+            inner_loss=lambda model, hyper, batch: (
+                (model(batch[0]) - batch[1]).pow(2).mean(1) + hyper["decay"].mean(1) * bilevel.l2(model.params)
+            ),
+            outer_loss=lambda model, hyper, batch: (model(batch[0]) - batch[1]).pow(2).mean(),
+            hyper={"decay": bilevel.positive(torch.full((50,), 0.1, dtype=F64))},
+        )
+        response = method.bind(problem)
+        factor = response.theta.gate.factor
+        factor.data = 0.1 * draw(*factor.shape)
+        batch, leaves = (draw(64, 3), draw(64, 3, seed=1)), [factor, *response.inner.weights]
+        torch.manual_seed(1)
+        with FlopCounterMode(display=False) as counter:
+            terms = response.inner_loss(problem.initial_hyper(), batch)
+            terms = [list(terms)] if at_once else ([term] for term in terms)
+            total = [torch.zeros_like(leaf) for leaf in leaves]
+            for some in terms:
+                value = sum(term.value for term in some)
+                parts = torch.autograd.grad(value, leaves, allow_unused=True)
+                total = [a if b is None else a + b for a, b in zip(total, parts, strict=True)]
+        found.append(total)
+        products.append(counter.get_total_flops() // (2 * 64 * factor.numel()))
+    torch.testing.assert_close(*found, rtol=1e-11, atol=1e-11)
+    assert found[0][0].abs().max() > 1e-3
+    assert products[0] - products[1] == (0 if at_once else 1)
