@@ -35,6 +35,10 @@ from bilevel.response.hypernetwork import Hypernetwork, HypernetworkResponse
 from bilevel.rng import Repeated
 from bilevel.structure import Held, Theta, at_center
 
+COPIES, PER_COPY, FEWEST = 4, 50, 8
+"""With many hyperparameters, up to so many examples of a batch share a perturbation, one more for each fifty of them,
+as long as so many different ones are left. Products with the response are then as many times smaller."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Centered(Hypernetwork):
@@ -113,10 +117,12 @@ class CenteredResponse(HypernetworkResponse):
     def inner_loss(self, hyper: Tensor, batch: Any) -> Iterator[Loss]:
         r"""The perturbed loss or two for :math:`\Theta`, then the unperturbed one for :math:`w_0`."""
         # In this order the gradient of all weights need not wait in memory while Θ learns.
-        noise = self.perturbation(batch)
+        examples = self._examples(batch)
+        copies = self._copies(examples)
+        noise = self.perturbation(batch, copies)
         again = Repeated(self.problem.device) if self.antithetic or self.subtracts else nullcontext
         signs = (1, -1) if self.antithetic else (1,)
-        held = Held() if self.subtracts else None
+        held = Held(copies) if self.subtracts else None
         for sign in signs:
             shift = sign * noise
             with again():
@@ -125,6 +131,13 @@ class CenteredResponse(HypernetworkResponse):
         with again():
             loss = self._unperturbed(hyper, noise, batch, held)
         yield loss
+
+    def _copies(self, examples: int | None) -> int:
+        """How many examples share a perturbation."""
+        if examples is None or not self.subtracts:
+            return 1
+        size: int = self.scale().numel()
+        return max(1, min(COPIES, size // PER_COPY, examples // FEWEST))
 
     def _unperturbed(self, hyper: Tensor, noise: Tensor, batch: Any, held: Held | None) -> Loss:
         if held is None:

@@ -96,7 +96,8 @@ class ByRows(nn.Module, ABC):
             shift: Shape ``(h,)``, or ``(B, h)`` with one for each example.
             weights: Their present values, by name.
             slope_only: Return factors of zero, :math:`\mathbf{U} \delta - \operatorname{stop}(\mathbf{U} \delta)`.
-            held: Where what is passed back to the factors may wait for what comes back with ``slope_only``.
+            held: Where what is passed back to the factors may wait for what comes back with ``slope_only``; and how
+                many examples share a shift.
 
         Returns:
             By name of the weight.
@@ -113,9 +114,11 @@ class ByRows(nn.Module, ABC):
             )
         shift = shift.to(self.factor.dtype)
         scales: tuple[Tensor, ...]
-        if slope_only or (len(shift) * self.factor.shape[1] > 2**16 and shift.ndim > 1 and not shift.requires_grad):
+        copies = 1 if held is None else held.copies
+        large = len(shift) * self.factor.shape[1] > 2**16 or copies > 1
+        if slope_only or (large and shift.ndim > 1 and not shift.requires_grad):
             many = not slope_only and FEW * len(self.factor) >= len(shift)
-            scales = Parts.apply(shift, self.factor, self.counts, slope_only, held if many else None)
+            scales = Parts.apply(shift, self.factor, self.counts, slope_only, held if many else None, copies)
             if held is not None and slope_only:
                 held.parts = scales
         else:

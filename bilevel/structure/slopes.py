@@ -44,15 +44,19 @@ class Parts(Function):
 
     With ``slope_only`` they are zero, :math:`\mathbf{U} \delta - \operatorname{stop}(\mathbf{U} \delta)`, and the
     product is spared. The gradient of few hyperparameters is put together from that of each weight, which is smaller
-    than the activations. With ``held`` it waits there, and None is returned.
+    than the activations. With ``held`` it waits there, and None is returned. The rows of the shift are ``copies`` of
+    the first ones, one after the other; the last of them may be cut off.
     """
 
     @staticmethod
     @override
     def forward(
-        shift: Tensor, factor: Tensor, counts: list[int], slope_only: bool, held: Held | None
+        shift: Tensor, factor: Tensor, counts: list[int], slope_only: bool, held: Held | None, copies: int
     ) -> tuple[Tensor, ...]:
         if not slope_only:
+            if copies > 1:
+                product = shift[: distinct(len(shift), copies)] @ factor
+                return tuple(part.repeat(copies, 1)[: len(shift)] for part in product.split(counts, dim=-1))
             return tuple((shift @ factor).split(counts, dim=-1))
         return tuple(factor.new_zeros(()).expand(*shift.shape[:-1], count) for count in counts)
 
@@ -60,7 +64,7 @@ class Parts(Function):
     @override
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.set_materialize_grads(False)
-        ctx.counts, ctx.held = inputs[2], inputs[4]
+        ctx.counts, ctx.held, ctx.copies = inputs[2], *inputs[4:]
         ctx.save_for_backward(inputs[0])
 
     @staticmethod
@@ -68,14 +72,35 @@ class Parts(Function):
     def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
         (shift,) = ctx.saved_tensors
         if ctx.held is not None and ctx.held.keeps(cotangents):
-            return None, None, None, None, None
+            return None, None, None, None, None, None
         rows = shift.reshape(-1, shift.shape[-1])
         like = next(part for part in cotangents if part is not None)
         pairs = zip(cotangents, ctx.counts, strict=True)
         parts = [like.new_zeros(len(rows), count) if part is None else part.reshape(-1, count) for part, count in pairs]
+        if ctx.copies > 1:
+            rows = rows[: distinct(len(rows), ctx.copies)]
+            parts = [_folded(part, len(rows)) for part in parts]
         if rows.shape[1] < len(rows):
-            return None, torch.cat([rows.T @ part for part in parts], dim=1), None, None, None
-        return None, rows.T @ torch.cat(parts, dim=1), None, None, None
+            return None, torch.cat([rows.T @ part for part in parts], dim=1), None, None, None, None
+        return None, rows.T @ torch.cat(parts, dim=1), None, None, None, None
+
+
+def distinct(examples: int, copies: int) -> int:
+    """How many different rows there are among ``examples``.
+
+    Returns:
+        Their number.
+    """
+    return -(-examples // copies)
+
+
+def _folded(part: Tensor, rows: int) -> Tensor:
+    """The sum of the copies."""
+    first: Tensor
+    first, *others = part.split(rows)
+    for other in others:
+        first = first + (other if len(other) == rows else F.pad(other, (0, 0, 0, rows - len(other))))
+    return first
 
 
 class Held:
@@ -85,11 +110,13 @@ class Held:
     made instead of two.
 
     Attributes:
+        copies: How many examples have the same :math:`\delta`, as in :class:`Parts`.
         parts: The factors at :math:`-\delta`, one for each weight.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, copies: int = 1) -> None:
         """Wait for the first."""
+        self.copies = copies
         self.parts: Sequence[Tensor] = ()
         self._waits = True
         self._cotangents: list[tuple[Any, ...]] = []
