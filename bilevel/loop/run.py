@@ -215,14 +215,7 @@ class Run:
             losses.append(loss)
 
     def _evaluate(self, index: int) -> None:
-        try:
-            loss = self.solver.evaluate(self.valid_loader)
-        except DivergenceError:
-            raise
-        except Exception:
-            if not self.valid.lost_workers():
-                raise
-            loss = self.solver.evaluate(self.valid_loader)  # with other ones
+        loss = self.valid.insist(lambda: self.solver.evaluate(self.valid_loader))
         row = self.history.rows[-1]
         row["validation_loss"] = loss
         self.solver.schedule(loss)

@@ -223,3 +223,25 @@ def _names(response: BestResponse) -> dict[int, str]:
             own = part.slopes if isinstance(part, Dense) else part.templates
             names |= {id(param): name for name, param in zip(part.names, own, strict=True)}
     return names
+
+
+def described(optimizer: Optimizer) -> str:
+    """An optimizer in one line.
+
+    Args:
+        optimizer: Any.
+
+    Returns:
+        Its class, and for each group of parameters those settings that are on.
+
+    Example:
+        >>> described(torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9))
+        'SGD(lr=0.1, momentum=0.9)'
+    """
+    groups = []
+    for group in optimizer.param_groups:
+        own = {name: value for name, value in group.items() if name not in ("params", "param_names", "initial_lr")}
+        own = {name: group.get(f"initial_{name}", value) for name, value in own.items()}
+        shown = {name: f"{v:.6g}" if isinstance(v, float) else f"{v}" for name, v in own.items() if v or name == "lr"}
+        groups.append(", ".join(f"{name}={value}" for name, value in shown.items()))
+    return f"{type(optimizer).__name__}({'; '.join(groups)})"
