@@ -282,6 +282,7 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch, whole):
         tally("runs on a disk that was full now and then, no result lost", 1)
 
 
+@pytest.mark.filterwarnings("ignore:.*cannot be written.*tried again:bilevel.CheckpointWarning")
 def test_a_folder_that_is_deleted_loses_no_result(tmp_path, whole):
     folder = tmp_path / "folder"
     delete = lambda event: shutil.rmtree(folder) if event.index == 5 else None  # noqa: E731
