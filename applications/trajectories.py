@@ -173,8 +173,8 @@ def draw(panels: list[Panel], path: Path) -> None:
         for place, method in enumerate(methods):
             own = [run for run in panel.runs if run.method == method]
             values, rounds = np.stack([run.values for run in own]), own[0].rounds
-            there = ~np.isnan(values).all(0)
-            steps = (np.arange(1, len(there) + 1) if rounds is None else rounds)[there]
+            there = ~np.isnan(values).all(axis=0)
+            steps = (np.arange(1, values.shape[1] + 1) if rounds is None else rounds)[there]
             values = values[:, there]
             middle = [panel.natural(value) for value in np.nanmean(panel.unconstrained(values), 0)]
             width = 1.5 + 0.6 * (len(methods) - place - 1)  # of two equal lines, one shows below the other
