@@ -31,7 +31,7 @@ nitpick_ignore = [
     ("py:class", "bilevel.parallel.shards.Network"),
     ("py:class", "bilevel.parallel.shards.Shards"),  # inside
     *(("py:exc", name) for name in ("NoExamples", "NoRule")),  # of bilevel.responding
-    *(("py:class", name) for name in ("Term", "bilevel.layouts.layout.Layout")),
+    *(("py:class", name) for name in ("Term", "bilevel.layouts.layout.Layout", "bilevel.structure.slopes.Held")),
 ]
 nitpick_ignore_regex = [("py:.*", r"(abc|collections|contextlib|pathlib|numpy|torch|Tensor|Path|Figure|Axes)(\..*)?")]
 

@@ -135,7 +135,7 @@ with bilevel.plotting.style():
         color = colors.get(name, bilevel.plotting.color(name))
         place = np.log(history["penalty"])
         if solution.stopped == "diverged":
-            left.plot(len(place), place[-1], "x", color=color, label=f"{name}, diverged")
+            left.plot(len(place), place[-1], "X", color=color, label=f"{name}, diverged")
             continue
         left.plot(history["round"], place, color=color, label=name)
         right.plot(history["round"], history["validation_loss"], color=color)
