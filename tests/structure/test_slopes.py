@@ -113,7 +113,7 @@ def test_the_two_passes_of_a_step_make_one_gradient_of_the_response(monkeypatch,
     found, products = [], []
     for few in (0, by_rows.FEW):
         monkeypatch.setattr(by_rows, "FEW", few)
-        problem = many_decays(50, net)
+        problem = many_decays(40, net)
         response = method.bind(problem)
         factor = response.theta.gate.factor
         factor.data = 0.1 * draw(*factor.shape)
