@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils import _pytree as pytree
 
 from bilevel.arguments import Parameters, check_clip, make_optimizer, make_scheduler
+from bilevel.checkpoint import check_memory
 from bilevel.parallel import divided, is_sharded, whole
 from bilevel.response import BestResponse
 from bilevel.structure import Dense, Rowwise
@@ -178,7 +179,10 @@ class Optimization:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""
         for name, optimizer in self.optimizers.items():
-            optimizer.load_state_dict(_parts(state["optimizers"][name], optimizer))
+            kept = state["optimizers"][name]
+            if type(optimizer).__module__.startswith("torch."):
+                check_memory(f"state['optimizers'][{name!r}]['state']", kept["state"], self.params[name])
+            optimizer.load_state_dict(_parts(kept, optimizer))
         for name, scheduler in self.schedulers.items():
             scheduler.load_state_dict(state["schedulers"][name])
 
@@ -241,7 +245,12 @@ def described(optimizer: Optimizer) -> str:
     groups = []
     for group in optimizer.param_groups:
         own = {name: value for name, value in group.items() if name not in ("params", "param_names", "initial_lr")}
-        own = {name: group.get(f"initial_{name}", value) for name, value in own.items()}
-        shown = {name: f"{v:.6g}" if isinstance(v, float) else f"{v}" for name, v in own.items() if v or name == "lr"}
+        own |= {"lr": group["initial_lr"]} if "initial_lr" in group else {}
+        on = {name: v for name, v in own.items() if name == "lr" or not _is_off(v)}
+        shown = {name: f"{v:.6g}" if isinstance(v, float) else " ".join(f"{v}".split()) for name, v in on.items()}
         groups.append(", ".join(f"{name}={value}" for name, value in shown.items()))
     return f"{type(optimizer).__name__}({'; '.join(groups)})"
+
+
+def _is_off(value: Any) -> bool:
+    return value is None or (isinstance(value, bool | int | float) and not value)
