@@ -53,9 +53,9 @@ class KFAC(Preconditioner, LinearSolver):
     convolutions, have the diagonal of :class:`bilevel.Diagonal`.
 
     As a preconditioner, ``Implicit(CG(), preconditioner=KFAC())``, it changes no solution, and saves products unless
-    the network has fitted a few examples (:doc:`/lab/measured`). As a solver, ``Implicit(KFAC(damping=1e-2))``, it takes
-    the approximation for the matrix: two backward passes and no iteration. That is crude: it promises no residual and
-    never warns; the report has the true one.
+    the network has fitted a few examples (:doc:`/lab/measured`). As a solver, ``Implicit(KFAC(damping=1e-2))``, it
+    takes the approximation for the matrix: two backward passes and no iteration. That is crude: it promises no residual
+    and never warns; the report has the true one.
 
     Attributes:
         probes: How many draws of signs are averaged. The signs are always the same ones.
