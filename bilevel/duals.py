@@ -17,24 +17,32 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import _VF, Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.autograd import forward_ad
+
+
+def unpack(x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What ``forward_ad.unpack_dual`` returns inside of a level, without its look for a graph to be exported.
+
+    Returns:
+        Value and tangent. There is never more than one level, whose number is 0.
+    """
+    value, tangent = _VF._unpack_dual(x, level=0)
+    return value, tangent
 
 
 def split(x: Any) -> tuple[Any, Tensor | None]:
     """Value and tangent; anything else is a value."""
     if not isinstance(x, Tensor) or is_functorch_wrapped_tensor(x):
         return x, None
-    pair = forward_ad.unpack_dual(x)
-    return pair.primal, pair.tangent
+    return unpack(x)
 
 
 def join(value: Tensor, tangent: Tensor) -> Tensor:
     """A dual number; the tangent is broadcast to the value."""
     if tangent.dtype != value.dtype:
         tangent = tangent.to(value.dtype)
-    dual: Tensor = forward_ad.make_dual(value, tangent if tangent.shape == value.shape else tangent.expand_as(value))
+    dual: Tensor = _VF._make_dual(value, tangent if tangent.shape == value.shape else tangent.expand_as(value), level=0)
     return dual
 
 
