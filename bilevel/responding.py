@@ -225,7 +225,9 @@ def grown_squares(strengths: Sequence[Tensor], groups: Sequence[Sequence[Respond
     factors = [weight.rows.factor.to(weight.weight.dtype) for weight in members]
     matrices = [weight._matrices()[0] for weight in members]
     counts = tuple(map(len, groups))
-    total: Tensor = _GrownSquares.apply(counts, *strengths, *factors, *matrices)
+    with torch.no_grad():  # once for a pass and its derivative
+        squares = [torch.linalg.vector_norm(w, dim=1).square_() for w in matrices]
+    total: Tensor = _GrownSquares.apply(counts, *strengths, *factors, *matrices, *squares)
     return total
 
 
@@ -235,9 +237,9 @@ class _GrownSquares(Function):
     @staticmethod
     @override
     def forward(counts: tuple[int, ...], *tensors: Tensor) -> Tensor:
-        strengths, factors, matrices = _parted(counts, tensors)
+        strengths, factors, _, squares = _parted(counts, tensors)
         total: Tensor | None = None
-        for strength, part in zip(strengths, _penalties(counts, factors, matrices), strict=True):
+        for strength, part in zip(strengths, _penalties(counts, factors, squares), strict=True):
             total = strength * part if total is None else torch.addcmul(total, strength, part)
         assert total is not None
         return total
@@ -252,48 +254,46 @@ class _GrownSquares(Function):
     @override
     def backward(ctx: Any, *cotangents: Any) -> tuple[Tensor | None, ...]:
         (given,), counts = cotangents, ctx.counts
-        strengths, factors, matrices = _parted(counts, ctx.saved_tensors)
+        strengths, factors, matrices, squares = _parted(counts, ctx.saved_tensors)
+        if torch.is_grad_enabled():  # not as the square of a norm, which has no second derivative at zero
+            squares = [(w * w).sum(1) for w in matrices]
         needs = ctx.needs_input_grad[1:]
         found: list[Tensor | None] = [None] * len(strengths)
         if any(needs[: len(strengths)]):
-            parts = _penalties(counts, factors, matrices)
-            found = [(given * part).sum_to_size(a.shape) for a, part in zip(strengths, parts, strict=True)]
+            sums = _penalties(counts, factors, squares)
+            found = [(given * part).sum_to_size(a.shape) for a, part in zip(strengths, sums, strict=True)]
         for_factors: list[Tensor | None] = []
         for_matrices: list[Tensor | None] = []
         shares = [2 * (given * strength) for strength in strengths]
         twice = [share for share, count in zip(shares, counts, strict=True) for _ in range(count)]
-        for at, (double, factor, w) in enumerate(zip(twice, factors, matrices, strict=True), start=len(strengths)):
+        parts = zip(twice, factors, matrices, squares, strict=True)
+        for at, (double, factor, w, square) in enumerate(parts, start=len(strengths)):
             grown = 1 + factor
             of_factor = of_w = None
             if needs[at]:
-                of_factor = torch.outer(double, _row_squares(w)) * grown
+                of_factor = torch.outer(double, square) * grown
             if needs[at + len(factors)]:
                 of_w = (double @ (grown * grown)).unsqueeze(1) * w
             for_factors.append(of_factor)
             for_matrices.append(of_w)
-        return (None, *found, *for_factors, *for_matrices)
+        return (None, *found, *for_factors, *for_matrices, *[None] * len(squares))
 
 
 def _parted(counts: tuple[int, ...], tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], ...]:
-    """Strengths, factors, matrices."""
-    first, second = len(counts), len(counts) + sum(counts)
-    return tensors[:first], tensors[first:second], tensors[second:]
+    """Strengths, factors, matrices, and the squares of their rows."""
+    first, size = len(counts), sum(counts)
+    return tensors[:first], *(tensors[first + i * size : first + (i + 1) * size] for i in range(3))
 
 
-def _penalties(counts: tuple[int, ...], factors: Sequence[Tensor], matrices: Sequence[Tensor]) -> list[Tensor]:
+def _penalties(counts: tuple[int, ...], factors: Sequence[Tensor], squares: Sequence[Tensor]) -> list[Tensor]:
     """The sum of squares of each group, for each example."""
-    pairs = iter(zip(factors, matrices, strict=True))
-    with _own_digits(matrices[0].device.type):
+    pairs = iter(zip(factors, squares, strict=True))
+    with _own_digits(squares[0].device.type):
         found = []
         for count in counts:
-            parts = [(1 + factor).square() @ _row_squares(w) for factor, w in islice(pairs, count)]
+            parts = [(1 + factor).square() @ square for factor, square in islice(pairs, count)]
             found.append(parts[0] if count == 1 else torch.stack(parts).sum(0))
     return found
-
-
-def _row_squares(w: Tensor) -> Tensor:
-    # The norm has no second derivative where a row is zero.
-    return (w * w).sum(1) if torch.is_grad_enabled() else torch.linalg.vector_norm(w, dim=1).square_()
 
 
 def _own_digits(device: str) -> AbstractContextManager[Any]:

@@ -187,6 +187,8 @@ def cross_entropy(
             logits = logits.movedim(-1, 1)
     classes = not target.is_floating_point()
     kept = (target != ignore_index) if classes else None
+    if torch.is_autocast_enabled(logits.device.type):  # which takes the cross entropy in single precision
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     log_p = F.log_softmax(logits, 1)
     if classes:
         values = F.nll_loss(log_p, target, weight=weight, ignore_index=ignore_index, reduction="none")
