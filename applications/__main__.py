@@ -128,7 +128,8 @@ def add_compare(commands: Any) -> None:
         "--figure",
         type=Path,
         metavar="FILE",
-        help="draw the best loss so far over epochs and over time there (default: beside --out, or comparison.png in "
+        help="draw the best loss so far over epochs there, and over time if all runs had a core of their own (default: "
+        "beside --out, or comparison.png in "
         "the folder of the runs)",
     )
 

@@ -19,6 +19,7 @@ from applications.tables import Sheet, mean_and_deviation, page, read_csv, shown
 from applications.task import FIXED, SEARCHES, STOPPED
 
 REFERENCE = "delta_stn"  # what others are compared with, seed by seed
+OWN_CORE = 0.9  # share of the processor's time in the clock's, from which on a run had a core of its own
 # How a method tunes: every method may have its own numbers. Plain training does not look at them.
 TUNING = ("warmup", "inner_steps", "outer_steps", "outer_learning_rate", "response_learning_rate", "scale", "entropy")
 
@@ -49,8 +50,8 @@ def compare(paths: Sequence[Path], *, out: Path | None = None, figure: Path | No
     Args:
         paths: Folders of runs, or folders that hold them at any depth.
         out: Write the tables there as Markdown, and beside as HTML and CSV.
-        figure: Draw the best validation loss so far there, over epochs and over time; by default beside ``out``, if
-            matplotlib is installed.
+        figure: Draw the best validation loss so far there, over epochs, and over time if all runs had a core of their
+            own; by default beside ``out``, if matplotlib is installed.
 
     Returns:
         The tables, then everything that the reader should know about the runs.
@@ -268,17 +269,20 @@ def numbers(table: Table) -> list[dict[str, Any]]:
 
 @bilevel.plotting.style()
 def draw(table: Table, path: Path) -> None:
-    """Draw the best validation loss so far: one row per task, over epochs and over time.
+    """Draw the best validation loss so far: one row per task, over epochs, and over time if all runs had a core each.
 
     Thin lines are runs; a thick one is their mean, as far as all of them went. Of the fall at the start, only what is
     below one and a half times the worst end is shown.
     """
-    figure, axes = bilevel.plotting.figure(len(table), 2, size=(3.6, 2.8))
+    timed = {row: all(_undisturbed(run) for runs in methods.values() for run in runs) for row, methods in table.items()}
+    columns = ("epoch", "seconds") if any(timed.values()) else ("epoch",)
+    figure, axes = bilevel.plotting.figure(len(table), len(columns), size=(3.6 if len(columns) > 1 else 5.4, 2.8))
     for (row, methods), pair in zip(table.items(), axes, strict=True):
         every = [curve(run, "epoch")[1] for results in methods.values() for run in results]
         lowest, first, worst = min(y[-1] for y in every), max(y[0] for y in every), max(y[-1] for y in every)
         limits = (0.95 * lowest, 1.05 * min(first, 1.5 * worst))
-        for axis, column in zip(pair, ("epoch", "seconds"), strict=True):
+        for axis, column in zip(pair, columns, strict=True):
+            axis.set_visible(column == "epoch" or timed[row])
             for method, results in methods.items():
                 color, curves = bilevel.plotting.color(method), [curve(run, column) for run in results]
                 for x, y in curves if len(curves) > 1 else []:
@@ -291,6 +295,12 @@ def draw(table: Table, path: Path) -> None:
         pair[0].legend(loc="upper right")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
+
+
+def _undisturbed(run: Result) -> bool:
+    """Whether a run is known to have had a core of its own, so that its time says something."""
+    share: float = run.summary.get("processor_share", 0.0)
+    return share >= OWN_CORE
 
 
 def curve(result: Result, column: str) -> Curve:

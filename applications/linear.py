@@ -81,13 +81,9 @@ def tune(
     # The Hessian of ten examples is not that of the training loss, so that implicit methods see all of them.
     size = len(train[0]) if method == "implicit_cg" else batch_size or (10 if split.small else 100)
     decay = partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=rounds)
-    options: dict[str, Any] = {}
-    if method != "delta_stn":  # which leaves all this to bilevel.solve
-        options = {
-            "warmup": 100 // INNER_STEPS,
-            "response_optimizer": partial(torch.optim.SGD, lr=response_lr),
-            "outer_optimizer": partial(torch.optim.RMSprop, lr=0.03),
-        }
+    options: dict[str, Any] = {"response_optimizer": partial(torch.optim.SGD, lr=response_lr)}
+    if method != "delta_stn":  # which leaves this to bilevel.solve
+        options |= {"warmup": 100 // INNER_STEPS, "outer_optimizer": partial(torch.optim.RMSprop, lr=0.03)}
     try:
         solution = bilevel.solve(
             stated,

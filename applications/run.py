@@ -78,6 +78,7 @@ def run(
     experiment = task.build(settings, data=data, folder=out, seed=seed, device=device, init=init or {})
     epochs = settings.inner_steps / len(experiment.train)
     prolong(out, described, epochs)
+    resumed, clock, used = (out / "checkpoint.pt").exists(), time.perf_counter(), time.process_time()
     try:
         solution = train(
             experiment,
@@ -98,7 +99,9 @@ def run(
         raise
     if solution.stopped in STOPPED and solution.best is None:
         raise KeyboardInterrupt
-    return leave(out, described, experiment, solution, epochs, plots=plots)
+    # Of a run that was continued, only a part is known.
+    share = None if resumed else (time.process_time() - used) / (time.perf_counter() - clock)
+    return leave(out, described, experiment, solution, epochs, plots=plots, share=share)
 
 
 def leave(
@@ -109,8 +112,9 @@ def leave(
     epochs_per_round: float,
     *,
     plots: bool,
+    share: float | None = None,
 ) -> dict[str, Any]:
-    """Write what a run came to.
+    """Write what a run came to; ``share`` is that of the processor's time in the time of the clock, if it is known.
 
     Returns:
         The summary.
@@ -118,6 +122,8 @@ def leave(
     if solution.history:
         solution.history.to_csv(out / "history.csv")
     summary = {**described, **summarize(experiment, solution, epochs_per_round)}
+    if share is not None:
+        summary["processor_share"] = round(share, 3)
     assert solution.best is not None
     torch.save(solution.best.state_dict, out / "best.pt")
     write(out / "summary.json", summary)

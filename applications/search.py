@@ -247,7 +247,13 @@ def run_trial(
         else:
             trial.suggest_float(name, axis.low, axis.high)
     experiment = build(natural(trial.params))
-    date, clock = time.time(), time.perf_counter()  # reading the data costs no other method anything
+    # Reading the data costs no other method anything.
+    date, clock, used = time.time(), time.perf_counter(), time.process_time()
+
+    def record(passes: list[tuple[float, float, float]]) -> None:
+        seconds, processor = time.perf_counter() - clock, time.process_time() - used
+        trial.set_user_attr("record", {"date": date, "seconds": seconds, "processor": processor, "passes": passes})
+
     answers: list[bool] = []
 
     def report(event: bilevel.Round) -> bool | None:
@@ -269,7 +275,7 @@ def run_trial(
         )
     except bilevel.DivergenceError as error:
         if error.solution is None or error.solution.best is None:
-            trial.set_user_attr("record", {"date": date, "seconds": time.perf_counter() - clock, "passes": []})
+            record([])
             raise optuna.TrialPruned from error
         solution = error.solution
     epochs = settings.inner_steps / len(experiment.train)
@@ -284,7 +290,7 @@ def run_trial(
     if solution.best is not None and solution.best.validation_loss < lowest:
         _replace(out / f"best-{trial.number}.pt", partial(torch.save, solution.best.state_dict))
     # Whoever reads the record finds the weights.
-    trial.set_user_attr("record", {"date": date, "seconds": time.perf_counter() - clock, "passes": passes})
+    record(passes)
     if solution.stopped in STOPPED:
         raise KeyboardInterrupt
     if solution.best is None or True in answers:
@@ -331,6 +337,8 @@ def finish(trials: Sequence[Trial], build: Callable[[Mapping[str, Any]], Experim
     for trial in trials:
         if trial.number != best["trial"]:
             (out / f"best-{trial.number}.pt").unlink(missing_ok=True)
+    lasted = sum(end - start for start, end in (trial.interval for trial in trials))
+    share = sum(trial.processor for trial in trials) / lasted if lasted else math.nan
     return {
         "epochs": round(rows[-1]["epoch"], 2),
         "seconds": round(worked([trial.interval for trial in trials]), 1),
@@ -341,6 +349,7 @@ def finish(trials: Sequence[Trial], build: Callable[[Mapping[str, Any]], Experim
         "hyper": {name: value.tolist() for name, value in hyper.items()},
         "trial": best["trial"],
         "trials": sum(trial.state != "fail" or bool(trial.passes) for trial in trials),
+        **({"processor_share": round(share, 3)} if math.isfinite(share) else {}),
     }
 
 

@@ -26,6 +26,7 @@ class Trial:
         params: Natural values by name of the entry, such as ``dropout[0]``.
         interval: When it began and ended, in seconds of the clock of the machine.
         passes: Epoch, seconds since the beginning, and loss of every validation pass; none if it ended before.
+        processor: The seconds of the processor that it took; nan if nobody knows.
     """
 
     number: int
@@ -33,6 +34,7 @@ class Trial:
     params: dict[str, float]
     interval: tuple[float, float]
     passes: list[tuple[float, float, float]]
+    processor: float = math.nan
 
 
 def read(study: optuna.Study) -> list[Trial]:
@@ -43,7 +45,8 @@ def read(study: optuna.Study) -> list[Trial]:
         if record is not None:
             interval = (record["date"], record["date"] + record["seconds"])
             passes = [(epoch, seconds, loss) for epoch, seconds, loss in record["passes"]]
-            found.append(Trial(trial.number, trial.state.name.lower(), dict(trial.params), interval, passes))
+            processor = record.get("processor", math.nan)
+            found.append(Trial(trial.number, trial.state.name.lower(), dict(trial.params), interval, passes, processor))
     return found
 
 

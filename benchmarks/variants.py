@@ -40,9 +40,9 @@ class Linearized(CenteredResponse):
 
     pure = False
 
-    def perturbed(self, noise: Tensor) -> Model:
+    def perturbed(self, noise: Tensor, held: Any = None) -> Model:
         """The model with linearised predictions."""
-        return self.affine(noise, freeze_weights=True, linearized=True)
+        return self.affine(noise, freeze_weights=True, linearized=True, held=held)
 
 
 class ThriftyResponse(Linearized):

@@ -21,7 +21,19 @@ from bilevel.linear_solvers import (
 from bilevel.loop import Best, Round, Solution, TuningWarning, solve
 from bilevel.problem import Loss, Model, Problem
 from bilevel.responding import PerturbationWarning
-from bilevel.response import METHODS, STN, BestResponse, CenteredSTN, DeltaSTN, Diagonal, Implicit, Method, Unrolled
+from bilevel.response import (
+    KFAC,
+    METHODS,
+    STN,
+    BestResponse,
+    CenteredSTN,
+    DeltaSTN,
+    Diagonal,
+    Implicit,
+    Method,
+    Preconditioner,
+    Unrolled,
+)
 from bilevel.schedule import Schedule
 from bilevel.solver import DivergenceError, NotFiniteWarning, OuterStep, Solver
 from bilevel.testing import Report, check_method
@@ -31,6 +43,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CG",
+    "KFAC",
     "METHODS",
     "MINRES",
     "STN",
@@ -61,6 +74,7 @@ __all__ = [
     "Nystrom",
     "OuterStep",
     "PerturbationWarning",
+    "Preconditioner",
     "Problem",
     "Report",
     "Round",

@@ -46,9 +46,9 @@ class Store:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
         self._spare: Part | None = None
-        if path.is_dir():
+        if os.path.isdir(path):
             raise CheckpointError(f"checkpoint: {path} is a folder; give the name of a file.")
-        if path.is_symlink():
+        if os.path.islink(path):
             raise CheckpointError(f"checkpoint: {path} is a symbolic link; give the name of the file itself.")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any, final
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader
 from bilevel.arguments import length
 from bilevel.loop.sources import (
     FUNCTIONS,
+    SEED,
     generators,
     get_global,
     keeps_what_it_draws,
@@ -24,7 +26,11 @@ from bilevel.loop.sources import (
 )
 from bilevel.parallel import Shared
 from bilevel.rng import Stream
+from bilevel.solver import DivergenceError
 from bilevel.solver.code import digest, sample
+
+PAUSES = (0.0, 1.0, 5.0, None)
+"""Seconds before workers are started once more."""
 
 
 class Feed:
@@ -34,6 +40,7 @@ class Feed:
         passes: How many times all batches have been given out.
         doubt: Why the rest of the present pass may be another one than it would have been, if it may.
         ends: Whether the run is about to end by a signal, which the workers of a loader may have got, too.
+        lost: Whether it had to give up for that reason.
     """
 
     ends: Callable[[], bool] = staticmethod(lambda: False)
@@ -64,6 +71,7 @@ class Feed:
         self._options = options(self._source) if kept else {}
         self._draws = self._random = False
         self.doubt: str | None = None
+        self.lost = False
 
     def __next__(self) -> Any:
         """The next batch.
@@ -74,15 +82,42 @@ class Feed:
         given, batches = self._given, self._batches
         try:
             return self._draw()
-        except Exception:
-            if not self._kept or not self.lost_workers():
+        except Exception as error:
+            if not self._lost_workers(error):
                 raise
-        self._start_again(given, batches)
-        return self._draw()
+            self.lost = not self._kept
+            if self.lost:
+                raise
 
-    def lost_workers(self) -> bool:
-        """Whether an error of the loader may come from workers that got the signal that ends the run."""
-        return self.ends() and getattr(self._source, "num_workers", 0) > 0
+        def again() -> Any:
+            self._start_again(given, batches)
+            return self._draw()
+
+        return self.insist(again)
+
+    def insist(self, action: Callable[[], Any]) -> Any:
+        """Do what needs workers, again if they got the signal that ends the run, as may the server that forks them.
+
+        Args:
+            action: Starts workers of its own.
+
+        Returns:
+            What it returns.
+        """
+        for pause in PAUSES:
+            try:
+                return action()
+            except Exception as error:
+                if not self._lost_workers(error):
+                    raise
+                self.lost = pause is None
+                if pause is None:
+                    raise
+                time.sleep(pause)
+
+    def _lost_workers(self, error: Exception) -> bool:
+        """Whether an error may come from workers that got the signal that ends the run."""
+        return self.ends() and getattr(self._source, "num_workers", 0) > 0 and not isinstance(error, DivergenceError)
 
     def _draw(self) -> Any:
         with self.stream():
@@ -144,7 +179,12 @@ class Feed:
         self._moving = set(state["numbers"]["moving"])
         if problem is not None and not changed:
             return problem
+        reseeded = problem is not None and state["options"].get(SEED) != self._options.get(SEED)
         problem = None
+        if reseeded:
+            self.begin_pass(state["passes"])
+            self._set_numbers(state["numbers"]["now"])
+            return None
         if self._stateful and "loader" in state:
             self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
             self._given, self._start = state["given"], state["start"]

@@ -11,6 +11,8 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from bilevel.arguments import check_integer
+from bilevel.checkpoint import check_layout
 from bilevel.history import History
 from bilevel.loop.feed import Feed
 from bilevel.loop.signal import Signal
@@ -177,12 +179,24 @@ class Run:
         self.signal.load_state_dict(state["signal"], self.solver.to_device)
         if state["best"] is not None:
             best = self.solver.to_device(state["best"])
+            self._check_best(best)
             self.best_buffers = best.pop("buffers")
             if self.solver.shards is not None:
                 best["params"] = {n: divided(v, self.solver.problem.params[n]) for n, v in best["params"].items()}
             self.best = Best(**best, state_dict=self.solver.problem.state_dict(best["params"], self.best_buffers))
         self.stale, self.rounds = state["stale"], state["rounds"]
         self.started = time.perf_counter() - state["seconds"]
+
+    def _check_best(self, best: dict[str, Any]) -> None:
+        check_integer("best.round", best["round"], 0)
+        for name in ("validation_loss", "inner_loss"):
+            if not isinstance(best[name], float):
+                raise ValueError(f"best.{name} is not a number")
+        buffers = self.solver.response.inner.buffer_values()
+        own = {"hyper": dict(self.solver.hyper), "buffers": buffers}
+        own |= {"params": self.solver.params} if self.solver.shards is None else {}
+        for name, value in own.items():
+            check_layout(f"best.{name}", best[name], value)
 
     def finish(self) -> None:
         """Measure the validation loss of the last round, if it has not been."""
@@ -215,14 +229,7 @@ class Run:
             losses.append(loss)
 
     def _evaluate(self, index: int) -> None:
-        try:
-            loss = self.solver.evaluate(self.valid_loader)
-        except DivergenceError:
-            raise
-        except Exception:
-            if not self.valid.lost_workers():
-                raise
-            loss = self.solver.evaluate(self.valid_loader)  # with other ones
+        loss = self.valid.insist(lambda: self.solver.evaluate(self.valid_loader))
         row = self.history.rows[-1]
         row["validation_loss"] = loss
         self.solver.schedule(loss)

@@ -8,6 +8,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from bilevel.arguments import check_integer
+from bilevel.checkpoint import check_layout
+
 DECAY = 0.95
 FIRST = 10
 """The outer step from which on the maximum is taken: before, even the sum of noise may be far from zero."""
@@ -103,6 +106,8 @@ class Signal:
     def load_state_dict(self, state: dict[str, Any], to_device: Callable[[Any], Any]) -> None:
         """Go on from :meth:`state_dict`."""
         state = to_device(state)
+        check_integer("signal.steps", state["steps"], 0)
+        check_layout("signal", state, self.state_dict())
         self.steps = state["steps"]
         self._mean, self._square = state["mean"], state["square"]
         self._total, self._squares, self._peak = state["total"], state["squares"], state["peak"]

@@ -32,6 +32,7 @@ from bilevel.problem import Problem
 from bilevel.response import Method, get_method
 from bilevel.rng import Stream
 from bilevel.solver import DivergenceError, OptimizerFactory, SchedulerFactory, Solver
+from bilevel.solver.optimization import described
 
 
 def solve(
@@ -270,6 +271,8 @@ def solve(
         with Ending(signals) as ending:
             run.train.ends = run.valid.ends = lambda: ending.reason is not None
             _loop(run, keeper, ending, ends, callbacks, (planned.rounds, progress))
+            keeper.close()  # waits for the disk, and so may a signal
+            solution = run.solution()
     except BaseException:
         if group is not None:
             group.leave()
@@ -283,7 +286,7 @@ def solve(
         except Warning as error:  # which somebody has made an error
             _attach(error, run, keeper)
             raise
-    return run.solution()
+    return solution
 
 
 def _loop(
@@ -317,7 +320,7 @@ def _loop(
         run.stopped = "interrupted"
         _save_whole(run, keeper, error)
     except BaseException as error:
-        if ending.reason is not None and isinstance(error, RuntimeError) and "DataLoader worker" in str(error):
+        if ending.reason is not None and (run.train.lost or run.valid.lost or "DataLoader worker" in str(error)):
             run.stopped = ending.reason  # its workers got the signal, too
         else:
             run.stopped = "diverged" if isinstance(error, DivergenceError) else "failed"
@@ -354,7 +357,7 @@ def _attach(error: BaseException, run: Run, keeper: Keeper) -> None:
 
 def _first_line(run: Run, settings: dict[str, Any]) -> dict[str, Any]:
     space, solver = run.solver.problem.space, run.solver
-    optimizers = {name: repr(optimizer).replace("\n", " ") for name, optimizer in solver.optimizers.items()}
+    optimizers = {name: described(optimizer) for name, optimizer in solver.optimizers.items()}
     return {
         "version": VERSION,
         "time": now(),

@@ -23,6 +23,10 @@ FEW = 64
 DEPTH = 7
 MANY = 10_000
 """At most so many objects."""
+LONG = 100_000
+"""Of longer lists, a sample of the numbers counts."""
+HELD = (Tensor, np.ndarray, list, tuple, range)
+SEED = "seed of its generator"
 FUNCTIONS = ("collate_fn", "worker_init_fn", "transform")
 CALLED = ("__iter__", "__next__", "__getitem__", "__getitems__", "__call__")
 
@@ -157,9 +161,27 @@ def options(loader: Any) -> dict[str, Any]:
         found["content"] = digest([sample(batch) for batch in loader[:: 1 + len(loader) // FEW]])
     else:
         # A file that is mapped into memory may be on a slow disk.
-        held = [part for part in parts(loader).values() if isinstance(part, Tensor | np.ndarray)]
+        held = [_values(part) for part in parts(loader).values() if isinstance(part, HELD)]
         found["content"] = sample([p for p in held if not isinstance(p, np.memmap) and not _is_learned(p)])
+        found[SEED] = [seed for seed in map(_seed, generators(loader)) if seed is not None]
     return found | {"number of batches": length(loader)}
+
+
+def _values(part: Any) -> Any:
+    """Of a list, such as the indices of a subset, the numbers and tensors. Of a long one, a sample."""
+    if not isinstance(part, list | tuple | range):
+        return part
+    return [entry for entry in part[:: 1 + len(part) // LONG] if isinstance(entry, int | float | np.number | Tensor)]
+
+
+def _seed(generator: Any) -> int | None:
+    """What a generator of torch or numpy was made with, if that was chosen by somebody."""
+    if isinstance(generator, torch.Generator):
+        seed: Any = generator.initial_seed()
+    else:
+        bits = getattr(generator, "bit_generator", None)
+        seed = getattr(getattr(bits, "seed_seq", None), "entropy", None)
+    return seed if isinstance(seed, int) and 0 <= seed < 1 << 32 else None  # the system and torch draw larger ones
 
 
 def _is_learned(value: Any) -> bool:

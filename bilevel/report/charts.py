@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from html import escape
 
 import numpy as np
 
 from bilevel.report.colors import Colors
-from bilevel.report.numbers import Axis, axis_of, number
+from bilevel.report.numbers import Axis, apart, axis_of, number
 from bilevel.report.thinning import Array, thin, thin_band
 
 SIDE = 10_000
@@ -86,7 +87,7 @@ class Chart:
     best: Sequence[tuple[float, str]] = ()
     warmup: float = 0.0
     noise: float = 0.0
-    shown: Callable[[float], str] = field(default=number)
+    shown: Callable[..., str] = field(default=number)
     x_label: str = "round"
     x_range: tuple[float, float] | None = None
     last: bool = True
@@ -164,9 +165,11 @@ class Chart:
 
     def _ticks(self, across: Axis, up: Axis) -> str:
         """Numbers beside the drawing; the SVG has them in words for those who do not see it."""
+        ticks = up.ticks()
+        words = apart(ticks, lambda tick, digits: _tick(tick, partial(self.shown, digits=digits)))
         text = "".join(
-            f'<span class="y" style="top:{100 * (1 - up.place(tick)):.1f}%">{escape(_tick(tick, self.shown))}</span>'
-            for tick in up.ticks()
+            f'<span class="y" style="top:{100 * (1 - up.place(tick)):.1f}%">{escape(word)}</span>'
+            for tick, word in zip(ticks, words, strict=True)
         )
         whole = [tick for tick in across.ticks(6) if tick == round(tick) or across.high - across.low < 3]
         for tick in whole:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 LEAST_RATIO = 3.0
@@ -111,11 +112,11 @@ def number(value: float, digits: int = 4) -> str:
         digits: How many matter.
 
     Returns:
-        Such as ``0.0123``, ``3e-5`` or ``12,500``.
+        Such as ``0.0123``, ``3e−5`` or ``12,500``.
 
     Example:
         >>> [number(value) for value in (0.01234, 3e-5, 12500.0, float("nan"), float("-inf"), 0.0)]
-        ['0.01234', '3e-5', '12,500', 'NaN', '−∞', '0']
+        ['0.01234', '3e−5', '12,500', 'NaN', '−∞', '0']
     """
     if math.isnan(value):
         return "NaN"
@@ -129,14 +130,36 @@ def number(value: float, digits: int = 4) -> str:
         return f"{value:.{digits}g}".replace("-", "−")
     mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
     mantissa = mantissa.rstrip("0").rstrip(".").replace("-", "−")
-    return f"{mantissa}e{int(exponent)}"
+    return f"{mantissa}e{int(exponent)}".replace("-", "−")
 
 
-def duration(seconds: float) -> str:
+def apart(values: Sequence[float], shown: Callable[[float, int], str]) -> list[str]:
+    """Numbers with as many digits as it takes to tell them apart.
+
+    Args:
+        values: Any.
+        shown: A number with so many digits, in words.
+
+    Returns:
+        The words.
+
+    Example:
+        >>> apart([3521e5, 3524e5], size), apart([1e9, 2e9], size)
+        (['352.1 MB', '352.4 MB'], ['1 GB', '2 GB'])
+    """
+    for digits in range(3, 10):
+        words = [shown(value, digits) for value in values]
+        if len(set(words)) == len(set(values)):
+            break
+    return words
+
+
+def duration(seconds: float, digits: int = 3) -> str:
     """A time for a reader.
 
     Args:
         seconds: Any.
+        digits: How many matter below a minute.
 
     Returns:
         With two units at most.
@@ -148,9 +171,9 @@ def duration(seconds: float) -> str:
     if not math.isfinite(seconds):
         return number(seconds)
     if seconds < 1:
-        return "0 s" if seconds <= 0 else f"{number(1000 * seconds, 3)} ms"
+        return "0 s" if seconds <= 0 else f"{number(1000 * seconds, digits)} ms"
     if seconds < 60:
-        return f"{number(seconds, 3)} s"
+        return f"{number(seconds, digits)} s"
     for large, small, size, part in (("min", "s", 60, 1), ("h", "min", 3600, 60), ("d", "h", 86400, 3600)):
         whole = int(seconds // size)
         if whole < {"min": 60, "h": 24}.get(large, math.inf):
@@ -159,11 +182,12 @@ def duration(seconds: float) -> str:
     return number(seconds)
 
 
-def size(count: float) -> str:
+def size(count: float, digits: int = 3) -> str:
     """A number of bytes for a reader.
 
     Args:
         count: Of bytes.
+        digits: How many matter.
 
     Returns:
         Such as ``1.5 GB``.
@@ -174,5 +198,5 @@ def size(count: float) -> str:
     """
     for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "kB")):
         if abs(count) >= 1000**power:
-            return f"{number(count / 1000**power, 3)} {unit}"
+            return f"{number(count / 1000**power, digits)} {unit}"
     return f"{number(count, 3)} B"

@@ -202,7 +202,7 @@ def from_log(events: Iterable[Mapping[str, Any]], beside: Mapping[str, Any] | No
     described = known if isinstance(known, Mapping) else {}
     settings = start.get("settings")
     facts |= {
-        "method": _text((beside or {}).get("method") or start.get("method", "")),
+        "method": _method((beside or {}).get("method") or start.get("method", "")),
         "settings": {**(beside or {}), **(settings if isinstance(settings, Mapping) else {})},
         "environment": start.get("environment", {}),
         "started": _text(start.get("time", "")),
@@ -244,7 +244,7 @@ def from_folder(history: Path) -> Run:
     return _run(
         rows,
         tuned_of(rows, {}),
-        method=_text(settings.get("method", "")),
+        method=_method(settings.get("method", "")),
         settings=settings,
         environment=environment,
         stopped=_text(summary.get("stopped", "")),
@@ -354,6 +354,11 @@ def _number(value: Any) -> float | None:
         except OverflowError:
             return math.inf if value > 0 else -math.inf
     return {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}.get(value) if type(value) is str else None
+
+
+def _method(value: Any) -> str:
+    """A method without those of its settings that are None."""
+    return re.sub(r"\(, ", "(", re.sub(r"(, |(?<=\())\w+=None\b", "", _text(value)))
 
 
 def _text(value: Any) -> str:

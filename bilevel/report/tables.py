@@ -170,7 +170,6 @@ def overview(runs: Sequence[Run], hues: Sequence[str], colors: Colors, now: floa
         dashed = " dashed" if index >= 8 else ""
         rows.append([
             f'<i class="{colors(hue)}{dashed}"></i>{escape(run.name)}',
-            escape(run.method),
             status(run, now),
             f"<strong>{shown}</strong>" if finite and loss == min(finite) else shown,
             "" if run.best_round is None else number(run.best_round, 6),
@@ -180,9 +179,10 @@ def overview(runs: Sequence[Run], hues: Sequence[str], colors: Colors, now: floa
             duration(float(np.median(seconds))) if len(seconds) else "",
             "" if math.isnan(memory) else size(memory),
             str(sum(event.kind == "warning" for event in run.events)),
+            escape(run.method),
         ])
-    head = ["run", "method", "state", "best validation loss", "at round", "last", "rounds", "time", "per round"]
-    return table([*head, "memory", "warnings"], rows, caption="Runs", kind="runs")
+    head = ["run", "state", "best validation loss", "at round", "last", "rounds", "time", "per round"]
+    return table([*head, "memory", "warnings", "method"], rows, caption="Runs", kind="runs")
 
 
 def differing(entries: Sequence[Mapping[str, str]], names: Sequence[str], caption: str) -> str:

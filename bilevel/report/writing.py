@@ -83,7 +83,7 @@ def replace(path: Path, content: str) -> None:
     """Write a file in one piece: who reads it sees the old one or the new one."""
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:
             file.write(content)
         mask = os.umask(0)
         os.umask(mask)

@@ -10,6 +10,8 @@ from bilevel.response.centered_stn import CenteredSTN
 from bilevel.response.delta_stn import DeltaSTN
 from bilevel.response.diagonal import Diagonal
 from bilevel.response.implicit import Implicit
+from bilevel.response.kfac import KFAC
+from bilevel.response.preconditioner import Preconditioner
 from bilevel.response.stn import STN
 from bilevel.response.unrolled import Unrolled
 
@@ -56,6 +58,7 @@ def get_method(method: str | Method) -> Method:
 
 
 __all__ = [
+    "KFAC",
     "METHODS",
     "STN",
     "BestResponse",
@@ -64,6 +67,7 @@ __all__ = [
     "Diagonal",
     "Implicit",
     "Method",
+    "Preconditioner",
     "Unrolled",
     "get_method",
 ]

@@ -33,7 +33,11 @@ from typing_extensions import override
 from bilevel.problem import Loss, Model, Problem
 from bilevel.response.hypernetwork import Hypernetwork, HypernetworkResponse
 from bilevel.rng import Repeated
-from bilevel.structure import Theta, at_center
+from bilevel.structure import Held, Theta, at_center
+
+COPIES, PER_COPY, FEWEST = 4, 50, 8
+"""With many hyperparameters, up to so many examples of a batch share a perturbation, one more for each fifty of them,
+as long as so many different ones are left. Products with the response are then as many times smaller."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +102,12 @@ class CenteredResponse(HypernetworkResponse):
         self._decide()
 
     @abstractmethod
-    def perturbed(self, noise: Tensor) -> Model:
+    def perturbed(self, noise: Tensor, held: Held | None = None) -> Model:
         r"""The model at :math:`\epsilon` from which :math:`\Theta` learns, with :math:`w_0` frozen.
 
         Args:
             noise: Shape ``(h,)`` or ``(B, h)``.
+            held: As in :meth:`affine`.
 
         Returns:
             What the inner loss sees.
@@ -112,24 +117,35 @@ class CenteredResponse(HypernetworkResponse):
     def inner_loss(self, hyper: Tensor, batch: Any) -> Iterator[Loss]:
         r"""The perturbed loss or two for :math:`\Theta`, then the unperturbed one for :math:`w_0`."""
         # In this order the gradient of all weights need not wait in memory while Θ learns.
-        noise = self.perturbation(batch)
+        examples = self._examples(batch)
+        copies = self._copies(examples)
+        noise = self.perturbation(batch, copies)
         again = Repeated(self.problem.device) if self.antithetic or self.subtracts else nullcontext
         signs = (1, -1) if self.antithetic else (1,)
+        held = Held(copies) if self.subtracts else None
         for sign in signs:
             shift = sign * noise
             with again():
-                loss = self.problem.inner_loss(self.perturbed(shift), hyper + shift, batch)
+                loss = self.problem.inner_loss(self.perturbed(shift, held), hyper + shift, batch)
             yield Loss(loss.value / len(signs), loss.aux)
         with again():
-            loss = self._unperturbed(hyper, noise, batch)
+            loss = self._unperturbed(hyper, noise, batch, held)
         yield loss
 
-    def _unperturbed(self, hyper: Tensor, noise: Tensor, batch: Any) -> Loss:
-        if not self.subtracts:
+    def _copies(self, examples: int | None) -> int:
+        """How many examples share a perturbation."""
+        if examples is None or not self.subtracts:
+            return 1
+        size: int = self.scale().numel()
+        return max(1, min(COPIES, size // PER_COPY, examples // FEWEST))
+
+    def _unperturbed(self, hyper: Tensor, noise: Tensor, batch: Any, held: Held | None) -> Loss:
+        if held is None:
             return self.problem.inner_loss(self.inner.model(self.inner.params(), update_buffers=True), hyper, batch)
         # One row of hyperparameters per example, as in the perturbed pass, so that both draw the same numbers.
-        model = self.affine(noise, control=True, update_buffers=True)
-        return self.problem.inner_loss(model, hyper.expand_as(noise).clone(), batch)
+        model = self.affine(noise, control=True, update_buffers=True, held=held)
+        loss = self.problem.inner_loss(model, hyper.expand_as(noise).clone(), batch)
+        return Loss(held.passed_on(loss.value), loss.aux)
 
     @override
     def forward(self, hyper: Tensor, train_batch: Any = None, center: Tensor | None = None) -> Model:

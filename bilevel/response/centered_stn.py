@@ -21,6 +21,7 @@ from typing_extensions import override
 
 from bilevel.problem import Loss, Model, Problem
 from bilevel.response.centered import Centered, CenteredResponse
+from bilevel.structure import Held
 
 
 @final
@@ -78,6 +79,6 @@ class CenteredSTNResponse(CenteredResponse):
         yield self.problem.inner_loss(self.affine(noise, update_buffers=True), hyper + noise, batch)
 
     @override
-    def perturbed(self, noise: Tensor) -> Model:
+    def perturbed(self, noise: Tensor, held: Held | None = None) -> Model:
         r"""The model with weights :math:`w_0 + \Theta \epsilon`."""
-        return self.affine(noise, freeze_weights=True)
+        return self.affine(noise, freeze_weights=True, held=held)

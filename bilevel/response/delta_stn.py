@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from bilevel.problem import Model, Problem
 from bilevel.response.centered import Centered, CenteredResponse
+from bilevel.structure import Held
 
 
 @final
@@ -77,6 +78,6 @@ class DeltaResponse(CenteredResponse):
     )
 
     @override
-    def perturbed(self, noise: Tensor) -> Model:
+    def perturbed(self, noise: Tensor, held: Held | None = None) -> Model:
         r"""The model with weights :math:`w_0 + \Theta \epsilon`, its predictions linearised."""
-        return self.affine(noise, freeze_weights=True, linearized=True)
+        return self.affine(noise, freeze_weights=True, linearized=True, held=held)

@@ -8,29 +8,25 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from bilevel.autodiff import vjp
-from bilevel.linear_solvers.base import check_count
+from bilevel.linear_solvers.base import Matvec
 from bilevel.problem import Variables
 from bilevel.response.curvature import GaussNewton, flatten, unflatten
+from bilevel.response.preconditioner import Preconditioner
 from bilevel.rng import Stream
 
 
 @final
 @dataclass(frozen=True, kw_only=True)
-class Diagonal:
+class Diagonal(Preconditioner):
     r"""Divide every weight by the root of its own curvature, so that iterations need not resolve different scales.
 
-    With a matrix :math:`\mathbf{A} = \mathbf{H} + \mu \mathbf{I}` and :math:`\mathbf{D}` close to its diagonal, a
-    solver finds y in
-
-    .. math::
-        \mathbf{D}^{-1/2} \mathbf{A} \mathbf{D}^{-1/2} y = \mathbf{D}^{-1/2} v, \qquad u = \mathbf{D}^{-1/2} y,
-
-    which has the same solution u for any positive :math:`\mathbf{D}`. The closer all diagonal entries of the new matrix
-    are to one, the fewer steps it takes where weights, or the inputs that they multiply, have different scales. With
-    the loss as a function of outputs and of the weights that penalties read, :math:`\ell(y, w)`, random signs z of the
-    outputs and :math:`\zeta` of the weights,
+    With :math:`\mathbf{D}` close to the diagonal of the matrix :math:`\mathbf{H} + \mu \mathbf{I}`, it multiplies by
+    :math:`\mathbf{R} = \mathbf{D}^{-1/2}`. That saves steps where weights, or the inputs that they multiply, have
+    different scales. With the loss as a function of outputs and of the weights that penalties read,
+    :math:`\ell(y, w)`, random signs z of the outputs and :math:`\zeta` of the weights,
 
     .. math::
         d = \Bigl|\operatorname{mean}\, (\mathbf{J}^\top z) \odot (\mathbf{J}^\top \nabla^2_y \ell\, z)\Bigr|
@@ -55,9 +51,12 @@ class Diagonal:
 
     probes: int = 2
 
-    def __post_init__(self) -> None:
-        """Check the setting."""
-        check_count(self, "probes", self.probes)
+    @override
+    def root(
+        self, inner: Variables, hyper: Tensor, batch: Any, damping: float, add: Callable[[Tensor], Tensor]
+    ) -> Matvec:
+        """The product with the diagonal to the power of minus one half."""
+        return root_of(add(self.estimate(inner, hyper, batch)), damping)
 
     def estimate(self, inner: Variables, hyper: Tensor, batch: Any) -> Tensor:
         """The diagonal, without damping.
@@ -74,12 +73,12 @@ class Diagonal:
             curvature = GaussNewton(inner, hyper, batch, check=False, differentiate=False)
         through, read = [], []
         for probe in range(self.probes):
-            signs = _signs([*curvature.seen, *curvature.read], probe)
-            bent = curvature.bend(signs)
+            z = signs([*curvature.seen, *curvature.read], probe)
+            bent = curvature.bend(z)
             count = len(curvature.seen)
-            left, right = (_pulled(curvature, part[:count]) for part in (signs, bent))
+            left, right = (_pulled(curvature, part[:count]) for part in (z, bent))
             through.append(left * right)
-            read.append(flatten([a * b for a, b in zip(signs[count:], bent[count:], strict=True)]))
+            read.append(flatten([a * b for a, b in zip(z[count:], bent[count:], strict=True)]))
         return (sum(through) / self.probes).abs() + (sum(read) / self.probes).abs()  # type: ignore[union-attr]
 
 
@@ -107,8 +106,16 @@ def _pulled(curvature: GaussNewton, cotangents: Sequence[Tensor]) -> Tensor:
     return flatten([torch.zeros_like(weight) if part is None else part for part, weight in pairs])
 
 
-def _signs(like: Sequence[Tensor], probe: int) -> list[Tensor]:
-    """Random signs, always the same ones for a probe; no global random state is touched."""
+def signs(like: Sequence[Tensor], probe: int) -> list[Tensor]:
+    """Random signs, always the same ones for a probe; no global random state is touched.
+
+    Args:
+        like: Tensors.
+        probe: The number of the draw.
+
+    Returns:
+        One tensor for each of ``like``.
+    """
     generator = torch.Generator().manual_seed(probe)
     first, size = like[0], sum(tensor.numel() for tensor in like)
     drawn = torch.empty(size, dtype=first.dtype).bernoulli_(0.5, generator=generator).mul_(2).sub_(1)

@@ -18,7 +18,7 @@ from bilevel.hyper import Scale
 from bilevel.problem import Model, Problem
 from bilevel.responding import CannotRespond, PerturbationWarning, Responding
 from bilevel.response.base import BestResponse, Method
-from bilevel.structure import Theta, choose, make, respond
+from bilevel.structure import Held, Theta, choose, distinct, make, respond
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,8 @@ class Hypernetwork(Method):
             name, as in ``{"head.*": "dense", "*.bias": "none"}``. None, and what a mapping does not name, is ``"gate"``
             for a network, ``"rowwise"`` with :class:`bilevel.STN`; None is ``"dense"`` for a mapping of tensors.
         perturb: ``"example"`` draws a perturbation for each example of a batch. Hyperparameters then reach the inner
-            loss with shape ``(B, *shape)``, and the weights must respond by rows or not at all. ``"batch"`` draws one
+            loss with shape ``(B, *shape)``, and the weights must respond by rows or not at all; with 100
+            hyperparameters or more, two to four examples may have the same perturbation. ``"batch"`` draws one
             for all, and works for any network and loss. None is ``"example"`` where the weights allow
             it and there is a batch; where the network cannot respond so, it is ``"batch"`` from the first batch on
             that shows it, with a warning that says why.
@@ -147,27 +148,31 @@ class HypernetworkResponse(BestResponse):
             stacklevel=2,
         )
 
-    def perturbation(self, batch: Any) -> Tensor:
+    def perturbation(self, batch: Any, copies: int = 1) -> Tensor:
         r"""Draw :math:`\epsilon \sim p(\epsilon | \sigma)`; the inner level does not train :math:`\sigma`.
 
         Args:
             batch: Whose examples are counted.
+            copies: How many examples share one; the first ones are repeated in this order.
 
         Returns:
             A tensor of shape ``(h,)``, or ``(B, h)`` with one for each example.
         """
-        return self._sample(batch).detach()
+        return self._sample(batch, copies).detach()
 
     @override
     def outer_perturbation(self, batch: Any) -> Tensor | None:
         r"""Draw :math:`\epsilon` differentiably in :math:`\sigma`; None if the outer loss is not perturbed."""
         return self._sample(batch) if self.scale.perturb_outer else None
 
-    def _sample(self, batch: Any) -> Tensor:
+    def _sample(self, batch: Any, copies: int = 1) -> Tensor:
         group, examples = self.inner.group, self._examples(batch)
+        different = None if examples is None else distinct(examples, copies)
         if group is None:
-            return self.scale.sample(examples)
-        return self.scale.sample(examples, group.normal(self.scale().detach()))
+            drawn = self.scale.sample(different)
+        else:
+            drawn = self.scale.sample(different, group.normal(self.scale().detach()))
+        return drawn if copies == 1 else drawn.repeat(copies, 1)[:examples]
 
     def change(self, shift: Tensor) -> dict[str, Tensor]:
         r"""The change of the weights, :math:`\Theta\,\delta`.
@@ -189,6 +194,7 @@ class HypernetworkResponse(BestResponse):
         linearized: bool = False,
         control: bool = False,
         update_buffers: bool = False,
+        held: Held | None = None,
     ) -> Model:
         r"""The model with weights :math:`w_0 + \Theta\,\delta`.
 
@@ -199,6 +205,7 @@ class HypernetworkResponse(BestResponse):
             control: Leave all values at :math:`w_0`, and let only minus the slope of the response be added:
                 :math:`w_0 + \operatorname{stop}(\Theta\,\delta) - \Theta\,\delta`.
             update_buffers: Keep what the network does to its buffers.
+            held: Where what is passed back to the response waits for the pass with ``control``.
 
         Returns:
             The model that a loss sees.
@@ -215,7 +222,7 @@ class HypernetworkResponse(BestResponse):
             if predict is None or not linearized:
                 return self.inner.model(moved, update_buffers=update_buffers)
             return Model(moved, linearize(predict, weights, change))
-        rows = self.theta.rows(shift, weights, slope_only=control) if isinstance(self.theta, Theta) else {}
+        rows = self.theta.rows(shift, weights, slope_only=control, held=held) if isinstance(self.theta, Theta) else {}
         params = {name: Responding(name, w, rows[name]) if name in rows else w for name, w in weights.items()}
         return Model(params, respond(predict, weights, rows, linearized=linearized, slope_only=control))
 

@@ -31,7 +31,8 @@ from bilevel.problem import Loss, Model, Problem
 from bilevel.response.base import BestResponse, Doubt, Method
 from bilevel.response.compiled_curvature import CompiledCurvature, Products
 from bilevel.response.curvature import Curvature, GaussNewton, Hessian, flatten, unflatten
-from bilevel.response.diagonal import Diagonal, root_of
+from bilevel.response.kfac import KFAC
+from bilevel.response.preconditioner import Preconditioner
 
 FAMILY = "implicit differentiation"
 HALF_PRECISION = (
@@ -67,7 +68,7 @@ class Implicit(Method):
     linear_solver: LinearSolver = field(default_factory=CG)
     curvature: str = "hessian"
     warm_start: bool = True
-    preconditioner: Diagonal | None = None
+    preconditioner: Preconditioner | None = None
 
     def __post_init__(self) -> None:
         """Check the settings.
@@ -86,7 +87,7 @@ class Implicit(Method):
             raise ValueError(f"Implicit: warm_start must be True or False, got {self.warm_start!r}.")
         if self.preconditioner is None:
             return
-        if not isinstance(self.preconditioner, Diagonal):
+        if not isinstance(self.preconditioner, Preconditioner):
             raise TypeError(
                 f"Implicit: preconditioner must be a preconditioner such as bilevel.Diagonal(), got "
                 f"{self.preconditioner!r}."
@@ -96,6 +97,16 @@ class Implicit(Method):
                 f"Implicit: a preconditioner is for solvers that iterate, CG, MINRES and Neumann, and "
                 f"{type(self.linear_solver).__name__} does not: leave it out."
             )
+        if isinstance(self.preconditioner, KFAC) and self.preconditioner.damping:
+            raise ValueError(
+                f"Implicit: as a preconditioner, KFAC takes the damping of the linear solver, got "
+                f"{self.preconditioner!r}: give it to {type(self.linear_solver).__name__}."
+            )
+
+    @property
+    def approximation(self) -> Preconditioner | None:
+        """What is made anew at each outer step: the preconditioner, or the solver if it is one; or None."""
+        return self.linear_solver if isinstance(self.linear_solver, Preconditioner) else self.preconditioner
 
     @override
     def bind(self, problem: Problem) -> ImplicitResponse:
@@ -153,6 +164,9 @@ class ImplicitResponse(BestResponse):
         with repeatable(self.problem.device):
             check_dependence(self._curvature(hyper, isolated(batch)), self.problem, FAMILY)
         check_smooth(self.problem, self.inner, hyper, batch, method=FAMILY)
+        if self.settings.approximation is not None:
+            with repeatable(self.problem.device):
+                self.settings.approximation.check(self.inner, hyper, isolated(batch))
         if self.settings.curvature == "gauss_newton":
             who = "the Gauss-Newton matrix"
             check_outputs(self.problem, self.inner, hyper, batch, method=who, remedy="curvature='hessian'")
@@ -177,7 +191,7 @@ class ImplicitResponse(BestResponse):
         with own_precision(hyper.device):
             curvature, share = self._curvature(hyper, plain(train_batch)), self._share(train_batch)
             right = -curvature.cross_jvp(tangent)
-            solution = self.settings.linear_solver(self._added(curvature, share), self._add(right, share))
+            solution = self._jvp_solution(hyper, train_batch, self._added(curvature, share), self._add(right, share))
         return dict(zip(self.inner.params(), unflatten(whole(solution), curvature.weights), strict=True))
 
     @override
@@ -213,8 +227,8 @@ class ImplicitResponse(BestResponse):
                     error.add_note(HALF_PRECISION)
                 raise
             self.report = {"residual": found.residual, "solver_steps": steps}
-            if self.settings.preconditioner is not None:
-                self.report["preconditioner_products"] = torch.full_like(steps, self.settings.preconditioner.probes)
+            if self.settings.approximation is not None:
+                self.report["preconditioner_products"] = torch.full_like(steps, self.settings.approximation.probes)
 
         if self.doubts is None:
             settle(found.facts.tolist())
@@ -225,10 +239,18 @@ class ImplicitResponse(BestResponse):
 
     def _root(self, hyper: Tensor, batch: Any, share: Tensor | None) -> Matvec | None:
         """The preconditioner on this batch, if there is one."""
-        preconditioner, solver = self.settings.preconditioner, self.settings.linear_solver
-        if preconditioner is None or not isinstance(solver, Iterative):
+        made, solver = self.settings.approximation, cast(Any, self.settings.linear_solver)
+        if made is None:
             return None
-        return root_of(self._add(preconditioner.estimate(self.inner, hyper, batch), share), solver.damping)
+        return made.root(self.inner, hyper, batch, solver.damping, lambda vector: self._add(vector, share))
+
+    def _jvp_solution(self, hyper: Tensor, batch: Any, matvec: Matvec, right: Tensor) -> Tensor:
+        solver = self.settings.linear_solver
+        if self.settings.approximation is None:
+            return solver(matvec, right)
+        found = solver.attempt(matvec, right, None, self._root(hyper, plain(batch), self._share(batch)))
+        found.judge(found.facts.tolist())
+        return found.solution
 
     def _share(self, batch: Any) -> Tensor | None:
         """The part of the examples that this process has, or None if it is the only one."""

@@ -11,7 +11,8 @@ import os
 import re
 import sys
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from enum import Enum
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, final
@@ -82,9 +83,10 @@ def code_of(function: Any) -> str:
     """A hash of what a function does: its code, that of the user's functions it calls, and the values that it reads.
 
     Names of local variables, comments, docstrings and positions do not count; functions of installed packages neither.
-    Of values that are captured, global, defaults, or attributes of the object to which a method belongs, these do:
-    numbers, strings, collections of them, tensors without gradients, arrays, and the settings and frozen weights of
-    modules. Of a namespace or a dataclass, such as the options of a command line, the attributes count that are read.
+    Of values that are captured, global, defaults, or attributes of the object to which a method belongs or of its
+    class, these do: numbers, strings, collections of them, tensors without gradients, arrays, and the settings, hooks,
+    frozen weights and, if nothing in them learns, buffers of modules. Of a namespace, a dataclass and an object of a
+    class of the user's, such as the options of a command line, the attributes count that are read.
 
     Args:
         function: A function, a method, a partial, an object that can be called, or a module.
@@ -96,11 +98,12 @@ def code_of(function: Any) -> str:
         >>> code_of(lambda x: x + 1) == code_of(lambda y: y + 1), code_of(lambda x: x + 1) == code_of(lambda x: x + 2)
         (True, False)
     """
-    first = _Walk()
-    first.see(function, 0)
-    walk = _Walk(first.names)  # now it is known which attributes are read anywhere
-    walk.see(function, 0)
-    return walk.total.hexdigest()
+    walk = _Walk(set(), {})
+    while True:
+        walk.see(function, 0)
+        if walk.names <= walk.read:
+            return walk.total.hexdigest()
+        walk = _Walk(walk.names | walk.read, walk.digests)  # now it is known which attributes are read anywhere
 
 
 def plain_repr(value: Any) -> str:
@@ -112,10 +115,12 @@ def plain_repr(value: Any) -> str:
 class _Walk:
     """What has been seen on the way."""
 
-    def __init__(self, read: set[str] | None = None) -> None:
+    def __init__(self, read: set[str], digests: dict[int, str]) -> None:
+        """Take attributes into account that are called like this; hashes of tensors are made once."""
         self.total = hashlib.sha256()
+        self.digests = digests
         self.names: set[str] = set()
-        self._read = None if read is None or read & WHOLE else read
+        self.read = read
         self._seen: dict[int, Any] = {}  # with the objects, so that no address is used again
 
     def add(self, *parts: str | bytes) -> None:
@@ -153,35 +158,43 @@ class _Walk:
             self._bound(value.__func__, value.__self__, depth + 1)
         elif isinstance(value, type):
             self._class(value, depth + 1)
-        elif isinstance(value, Namespace | SimpleNamespace) or dataclasses.is_dataclass(value):
-            own = attributes(value)
-            own = own if self._read is None else {name: part for name, part in own.items() if name in self._read}
-            self._collection(own, depth + 1)
+        elif isinstance(value, Enum):
+            self.add(repr(value))
         elif inspect.isroutine(value):
             self.add(getattr(value, "__module__", None) or "", getattr(value, "__qualname__", ""))
+        elif isinstance(value, Namespace | SimpleNamespace) or dataclasses.is_dataclass(value) or of_user(type(value)):
+            self._object(value, depth + 1)
         elif callable(value):
             self.see(getattr(value, "__wrapped__", None), depth + 1)
-            self._bound(getattr(type(value), "__call__", None), value, depth + 1)  # noqa: B004
 
     def _tensor(self, value: Tensor) -> None:
         if value.requires_grad or value.layout != torch.strided or value.is_meta:
             return
-        flat = value.detach().reshape(-1)
-        self.add(f"{tuple(value.shape)}", digest(flat[:: 1 + flat.numel() // LARGE]))
+        if id(value) not in self.digests:
+            flat = value.detach().reshape(-1)
+            self.digests[id(value)] = digest(flat[:: 1 + flat.numel() // LARGE])
+        self.add(f"{tuple(value.shape)}", self.digests[id(value)])
 
     def _module(self, value: nn.Module, depth: int) -> None:
         """Its settings, its frozen weights, and how the parts that the user wrote are computed."""
         self.add(plain_repr(value))
-        for name, param in value.named_parameters():
-            if not param.requires_grad:
+        params = dict(value.named_parameters())
+        learned = any(param.requires_grad for param in params.values())  # then buffers belong to the state of a run
+        for name, tensor in {**params, **({} if learned else dict(value.named_buffers()))}.items():
+            if not tensor.requires_grad:
                 self.add(name)
-                self.see(param.data, depth)
+                self.see(tensor, depth)
         for part in value.modules():
             forward = inspect.getattr_static(type(part), "forward", None)
             if isinstance(part, torch.jit.ScriptModule):
                 self.add(str(part.code))
-            elif of_user(forward):
+                continue
+            if of_user(forward):
                 self._bound(forward, part, depth)
+            else:  # what it prints is not all of them
+                self._collection(dict(_settings(part)), depth)
+            for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
+                self.see(hook, depth)
 
     def _code(self, value: CodeType, depth: int, doc: str | None = None) -> None:
         self.add(value.co_code, repr(value.co_names))
@@ -222,15 +235,34 @@ class _Walk:
         self.see(function, depth)
         if isinstance(owner, type):
             return
+        self._read_of(owner, _names(function.__code__) | {"__call__"}, depth)  # which has no name where it is called
+
+    def _object(self, value: Any, depth: int) -> None:
+        """The attributes that are read anywhere; if some are read without names, all plain ones, and all of records."""
+        names = self.read | {"__call__"}
+        if names & WHOLE:
+            record = isinstance(value, Namespace | SimpleNamespace) or dataclasses.is_dataclass(value)
+            names |= {name for name, part in attributes(value).items() if record or isinstance(part, PLAIN)}
+        self._read_of(value, names, depth)
+
+    def _read_of(self, owner: Any, names: set[str], depth: int) -> None:
+        """Attributes of an object and of its class by their names, and what its methods and properties do."""
         own = attributes(owner)
-        for name in sorted(_names(function.__code__) | {"__call__"}):  # which has no name where it is called
+        for name in sorted(names):
             if name in own:
                 if name != "training" and not isinstance(own[name], nn.Module):
                     self.add(name)
                     self.see(own[name], depth)
-            elif isinstance(called := inspect.getattr_static(type(owner), name, None), FunctionType):
-                if id(called) not in self._seen:
-                    self._bound(called, owner, depth + 1)
+                continue
+            found = inspect.getattr_static(type(owner), name, None)
+            found = found.__func__ if isinstance(found, staticmethod | classmethod) else found
+            found = found.fget if isinstance(found, property) else getattr(found, "func", found)
+            if isinstance(found, FunctionType):
+                if id(found) not in self._seen:
+                    self._bound(found, owner, depth + 1)
+            elif isinstance(found, (*PLAIN, tuple, list, dict, set, Tensor, np.ndarray)) and of_user(type(owner)):
+                self.add(name)
+                self.see(found, depth)
 
     def _class(self, value: type, depth: int) -> None:
         if of_user(value):
@@ -268,6 +300,14 @@ def of_user(value: Any) -> bool:
         built_in = module is None or module.__name__ == "builtins"
         place = getattr(module, "__file__", None) or (LIBRARIES[0] if built_in else "")
     return not place.startswith(LIBRARIES) and not INSTALLED & set(Path(place).parts)
+
+
+def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The plain attributes of a module that is installed."""
+    for name, value in sorted(vars(module).items()):
+        plain = value if isinstance(value, tuple | list) else [value]
+        if name != "training" and not name.startswith("_") and all(isinstance(part, PLAIN) for part in plain):
+            yield name, value
 
 
 def _names(code: CodeType) -> set[str]:

@@ -109,6 +109,20 @@ class Guard:
             self.step.keep(view, buffers)
         self._since = 0
 
+    def vouches_for(self, view: View) -> bool:
+        """Whether an outer step that is good says the same of the state before it.
+
+        A method that restarts does not read that state, so it is judged itself, where steps are judged at once.
+
+        Args:
+            view: That state.
+
+        Returns:
+            The answer.
+        """
+        read = not (self._solver.response.restarts and self.finite.at_once)
+        return read or self._all_finite(view.tensors)
+
     def updated(self) -> None:
         """An inner update was made."""
         self._since += 1

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils import _pytree as pytree
 
 from bilevel.arguments import Parameters, check_clip, make_optimizer, make_scheduler
+from bilevel.checkpoint import check_memory
 from bilevel.parallel import divided, is_sharded, whole
 from bilevel.response import BestResponse
 from bilevel.structure import Dense, Rowwise
@@ -178,7 +179,10 @@ class Optimization:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""
         for name, optimizer in self.optimizers.items():
-            optimizer.load_state_dict(_parts(state["optimizers"][name], optimizer))
+            kept = state["optimizers"][name]
+            if type(optimizer).__module__.startswith("torch."):
+                check_memory(f"state['optimizers'][{name!r}]['state']", kept["state"], self.params[name])
+            optimizer.load_state_dict(_parts(kept, optimizer))
         for name, scheduler in self.schedulers.items():
             scheduler.load_state_dict(state["schedulers"][name])
 
@@ -223,3 +227,30 @@ def _names(response: BestResponse) -> dict[int, str]:
             own = part.slopes if isinstance(part, Dense) else part.templates
             names |= {id(param): name for name, param in zip(part.names, own, strict=True)}
     return names
+
+
+def described(optimizer: Optimizer) -> str:
+    """An optimizer in one line.
+
+    Args:
+        optimizer: Any.
+
+    Returns:
+        Its class, and for each group of parameters those settings that are on.
+
+    Example:
+        >>> described(torch.optim.SGD([torch.zeros(1)], lr=0.1, momentum=0.9))
+        'SGD(lr=0.1, momentum=0.9)'
+    """
+    groups = []
+    for group in optimizer.param_groups:
+        own = {name: value for name, value in group.items() if name not in ("params", "param_names", "initial_lr")}
+        own |= {"lr": group["initial_lr"]} if "initial_lr" in group else {}
+        on = {name: v for name, v in own.items() if name == "lr" or not _is_off(v)}
+        shown = {name: f"{v:.6g}" if isinstance(v, float) else " ".join(f"{v}".split()) for name, v in on.items()}
+        groups.append(", ".join(f"{name}={value}" for name, value in shown.items()))
+    return f"{type(optimizer).__name__}({'; '.join(groups)})"
+
+
+def _is_off(value: Any) -> bool:
+    return value is None or (isinstance(value, bool | int | float) and not value)

@@ -128,7 +128,8 @@ def outer(solver: Solver, train_batch: Any, valid_batch: Any) -> OuterStep:
                 gradients["scale"] = [*for_scale]
             view = guard.outer.look()
             guard.outer.keep(view)
-            if guard.carries and guard.keeps_rounds():
+            good = guard.vouches_for(view)
+            if guard.carries and guard.keeps_rounds() and good:
                 flag = None if solver.guard.finite.at_once else solver.guard.finite.number(view.tensors).isfinite()
                 guard.round.keep(view, flag=flag)
                 guard.kept_round()
@@ -153,7 +154,7 @@ def outer(solver: Solver, train_batch: Any, valid_batch: Any) -> OuterStep:
         if changed:
             guard.outer.restore()
         raise
-    if guard.carries and solver.guard.finite.at_once:  # what was copied is good, and newer
+    if guard.carries and solver.guard.finite.at_once and good:  # what was copied is newer
         guard.step, guard.outer = guard.outer, guard.step
     return OuterStep(
         loss.value,

@@ -11,7 +11,10 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from bilevel.responding import Rows
-from bilevel.structure.slopes import Parts, row_products
+from bilevel.structure.slopes import Held, Parts, row_products
+
+FEW = 4
+"""With so many times fewer hyperparameters than examples, two products take less memory than what one waits for."""
 
 
 class ByRows(nn.Module, ABC):
@@ -84,13 +87,17 @@ class ByRows(nn.Module, ABC):
         parts: tuple[Tensor, ...] = self.factor.T.split(self.counts)
         return parts
 
-    def rows(self, shift: Tensor, weights: Mapping[str, Tensor], *, slope_only: bool = False) -> dict[str, Rows]:
+    def rows(
+        self, shift: Tensor, weights: Mapping[str, Tensor], *, slope_only: bool = False, held: Held | None = None
+    ) -> dict[str, Rows]:
         r"""The change of the weights for a shift :math:`\delta` of the hyperparameters, not multiplied out.
 
         Args:
             shift: Shape ``(h,)``, or ``(B, h)`` with one for each example.
             weights: Their present values, by name.
             slope_only: Return factors of zero, :math:`\mathbf{U} \delta - \operatorname{stop}(\mathbf{U} \delta)`.
+            held: Where what is passed back to the factors may wait for what comes back with ``slope_only``; and how
+                many examples share a shift.
 
         Returns:
             By name of the weight.
@@ -107,8 +114,13 @@ class ByRows(nn.Module, ABC):
             )
         shift = shift.to(self.factor.dtype)
         scales: tuple[Tensor, ...]
-        if slope_only or (len(shift) * self.factor.shape[1] > 2**16 and shift.ndim > 1 and not shift.requires_grad):
-            scales = Parts.apply(shift, self.factor, self.counts, slope_only)
+        copies = 1 if held is None else held.copies
+        large = len(shift) * self.factor.shape[1] > 2**16 or copies > 1
+        if slope_only or (large and shift.ndim > 1 and not shift.requires_grad):
+            many = not slope_only and FEW * len(self.factor) >= len(shift)
+            scales = Parts.apply(shift, self.factor, self.counts, slope_only, held if many else None, copies)
+            if held is not None and slope_only:
+                held.parts = scales
         else:
             scales = (shift @ self.factor).split(self.counts, dim=-1)
         return {

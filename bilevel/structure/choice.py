@@ -16,6 +16,7 @@ from bilevel.structure.by_rows import ByRows
 from bilevel.structure.dense import Dense
 from bilevel.structure.gate import Gate
 from bilevel.structure.rowwise import Rowwise
+from bilevel.structure.slopes import Held
 
 STRUCTURES = ("gate", "rowwise", "dense", "none")
 """Names of the structures: rows that grow, rows as in the paper, the full Jacobian, and none at all."""
@@ -136,16 +137,19 @@ class Theta(nn.Module):
         changes = {name: rows.change() for name, rows in self.rows(shift, weights).items()}
         return changes if self.dense is None else changes | self.dense(shift, weights)
 
-    def rows(self, shift: Tensor, weights: Mapping[str, Tensor], *, slope_only: bool = False) -> dict[str, Rows]:
+    def rows(
+        self, shift: Tensor, weights: Mapping[str, Tensor], *, slope_only: bool = False, held: Held | None = None
+    ) -> dict[str, Rows]:
         r"""The change of the weights that respond by rows, not multiplied out.
 
         Args:
             shift: Shape ``(h,)``, or ``(B, h)`` with one for each example.
             weights: Their present values, by name.
             slope_only: As in :meth:`bilevel.structure.by_rows.ByRows.rows`.
+            held: As there; of one part that responds by rows.
 
         Returns:
             By name of the weight.
         """
-        parts = [part.rows(shift, weights, slope_only=slope_only) for part in self.by_rows]
+        parts = [part.rows(shift, weights, slope_only=slope_only, held=held) for part in self.by_rows]
         return {name: rows for part in parts for name, rows in part.items()}

@@ -5,6 +5,7 @@ They compute what the formulas beside them say, to the last digit but one; their
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,13 +44,19 @@ class Parts(Function):
 
     With ``slope_only`` they are zero, :math:`\mathbf{U} \delta - \operatorname{stop}(\mathbf{U} \delta)`, and the
     product is spared. The gradient of few hyperparameters is put together from that of each weight, which is smaller
-    than the activations.
+    than the activations. With ``held`` it waits there, and None is returned. The rows of the shift are ``copies`` of
+    the first ones, one after the other; the last of them may be cut off.
     """
 
     @staticmethod
     @override
-    def forward(shift: Tensor, factor: Tensor, counts: list[int], slope_only: bool) -> tuple[Tensor, ...]:
+    def forward(
+        shift: Tensor, factor: Tensor, counts: list[int], slope_only: bool, held: Held | None, copies: int
+    ) -> tuple[Tensor, ...]:
         if not slope_only:
+            if copies > 1:
+                product = shift[: distinct(len(shift), copies)] @ factor
+                return tuple(part.repeat(copies, 1)[: len(shift)] for part in product.split(counts, dim=-1))
             return tuple((shift @ factor).split(counts, dim=-1))
         return tuple(factor.new_zeros(()).expand(*shift.shape[:-1], count) for count in counts)
 
@@ -57,20 +64,113 @@ class Parts(Function):
     @override
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.set_materialize_grads(False)
-        ctx.counts = inputs[2]
+        ctx.counts, ctx.held, ctx.copies = inputs[2], *inputs[4:]
         ctx.save_for_backward(inputs[0])
 
     @staticmethod
     @override
     def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
         (shift,) = ctx.saved_tensors
+        if ctx.held is not None and ctx.held.keeps(cotangents):
+            return None, None, None, None, None, None
         rows = shift.reshape(-1, shift.shape[-1])
         like = next(part for part in cotangents if part is not None)
         pairs = zip(cotangents, ctx.counts, strict=True)
         parts = [like.new_zeros(len(rows), count) if part is None else part.reshape(-1, count) for part, count in pairs]
+        if ctx.copies > 1:
+            rows = rows[: distinct(len(rows), ctx.copies)]
+            parts = [_folded(part, len(rows)) for part in parts]
         if rows.shape[1] < len(rows):
-            return None, torch.cat([rows.T @ part for part in parts], dim=1), None, None
-        return None, rows.T @ torch.cat(parts, dim=1), None, None
+            return None, torch.cat([rows.T @ part for part in parts], dim=1), None, None, None, None
+        return None, rows.T @ torch.cat(parts, dim=1), None, None, None, None
+
+
+def distinct(examples: int, copies: int) -> int:
+    """How many different rows there are among ``examples``.
+
+    Returns:
+        Their number.
+    """
+    return -(-examples // copies)
+
+
+def _folded(part: Tensor, rows: int) -> Tensor:
+    """The sum of the copies."""
+    first: Tensor
+    first, *others = part.split(rows)
+    for other in others:
+        first = first + (other if len(other) == rows else F.pad(other, (0, 0, 0, rows - len(other))))
+    return first
+
+
+class Held:
+    r"""What the factors at :math:`\delta` pass back, until those at :math:`-\delta` do as well.
+
+    Both are multiplied by the same :math:`\delta`: one product serves both, and one gradient of :math:`\mathbf{U}` is
+    made instead of two.
+
+    Attributes:
+        copies: How many examples have the same :math:`\delta`, as in :class:`Parts`.
+        parts: The factors at :math:`-\delta`, one for each weight.
+    """
+
+    def __init__(self, copies: int = 1) -> None:
+        """Wait for the first."""
+        self.copies = copies
+        self.parts: Sequence[Tensor] = ()
+        self._waits = True
+        self._cotangents: list[tuple[Any, ...]] = []
+
+    def keeps(self, cotangents: tuple[Any, ...]) -> bool:
+        r"""Take what is passed back at :math:`\delta`, unless that comes too late, or is differentiated itself.
+
+        Args:
+            cotangents: One for each weight, None where there is none.
+
+        Returns:
+            Whether they were taken.
+        """
+        taken = self._waits and not torch.is_grad_enabled()
+        if taken:
+            self._cotangents.append(cotangents)
+        return taken
+
+    def passed_on(self, value: Tensor) -> Tensor:
+        r"""The loss at :math:`-\delta`, which passes what was taken back as well.
+
+        Args:
+            value: The loss.
+
+        Returns:
+            The same number.
+        """
+        self._waits = False
+        for cotangents in self._cotangents:
+            pairs = [(part, c) for part, c in zip(self.parts, cotangents, strict=True) if c is not None]
+            if pairs:
+                chosen, found = zip(*pairs, strict=True)
+                value = _Also.apply(value, found, *chosen)
+        return value
+
+
+class _Also(Function):
+    """A value that passes minus some cotangents back to other tensors."""
+
+    @staticmethod
+    @override
+    def forward(value: Tensor, cotangents: tuple[Tensor, ...], *parts: Tensor) -> Tensor:
+        return value.view_as(value)
+
+    @staticmethod
+    @override
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.cotangents = inputs[1]
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
+        (given,) = cotangents
+        return given, None, *(-given * part for part in ctx.cotangents)
 
 
 class Slopes(Function):

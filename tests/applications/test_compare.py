@@ -237,6 +237,17 @@ def test_bad_paths(tmp_path):
         compare([tmp_path], out=tmp_path / "table.csv")
 
 
+@pytest.mark.parametrize(("shares", "panels"), [((0.99, 0.95), 2), ((0.99, 0.5), 1), ((0.99, None), 1)])
+def test_time_is_drawn_of_runs_with_a_core_of_their_own(tmp_path, monkeypatch, shares, panels):
+    pytest.importorskip("matplotlib")
+    for seed, share in enumerate(shares):
+        write(tmp_path / str(seed), seed=seed, **({} if share is None else {"processor_share": share}))
+    drawn = []
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda self, path: drawn.append(self))
+    compare([tmp_path], figure=tmp_path / "figure.png")
+    assert len(drawn[0].axes) == panels
+
+
 def test_the_command_writes_tables_and_a_figure(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     for seed in (0, 1):

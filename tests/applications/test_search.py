@@ -47,7 +47,7 @@ class Clock:
     def time(self):
         return self.now
 
-    perf_counter = time
+    perf_counter = process_time = time
 
 
 @pytest.fixture
@@ -358,7 +358,8 @@ def test_hyperband_runs(tmp_path):
 def test_a_budget_of_seconds_stops_the_running_trial_and_starts_no_other(tmp_path, monkeypatch):
     """A clock that moves by one second whenever someone looks."""
     ticks = iter(range(10**9))
-    monkeypatch.setattr(module, "time", SimpleNamespace(time=lambda: next(ticks), perf_counter=lambda: next(ticks)))
+    clock = SimpleNamespace(time=lambda: next(ticks), perf_counter=lambda: next(ticks), process_time=lambda: 0.0)
+    monkeypatch.setattr(module, "time", clock)
     budgets = []
     real = module.train
 

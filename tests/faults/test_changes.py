@@ -1,6 +1,6 @@
 """Every kind of change between two calls: refused by name, or taken over as asked. Makes the table of the docs.
 
-``python tests/faults/test_changes.py`` writes the table.
+``PYTHONPATH=tests python tests/faults/test_changes.py`` writes the table.
 """
 
 import re
@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.optim import SGD, Adam, AdamW
 from torch.optim.lr_scheduler import ConstantLR, LambdaLR, LinearLR, SequentialLR, StepLR
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
 import bilevel
 
@@ -48,6 +48,41 @@ class Loss:
 
     def method(self, model, hyper, batch):
         return self(model, hyper, batch)
+
+
+class Settings:
+    """Those of a program, as people write them."""
+
+    power = 1
+
+    def __init__(self, weight, unused=0):
+        self._weight, self.unused = weight, unused
+
+    @property
+    def weight(self):
+        return self._weight
+
+    def read(self):
+        return self.weight
+
+
+class Squared(Settings):
+    power = 2
+
+
+def scaled_by(settings):
+    return lambda model, hyper, batch: settings.read() * outer_loss(model, hyper, batch) ** settings.power
+
+
+def module_loss(**options):
+    criterion = nn.SmoothL1Loss(**options)
+    return lambda model, hyper, batch: criterion(model(batch[0]), batch[1])
+
+
+def hooked(factor):
+    net = Net()
+    net.layers[0].register_forward_hook(lambda module, given, out: factor * out)
+    return net
 
 
 def inner_loss(weight=1.0, penalty=penalty):
@@ -97,6 +132,14 @@ class Own(Dataset):
 
     def __getitem__(self, index):
         return self.x[index], self.x[min(index + self.ahead, 19), :1]
+
+
+def seeded(seed):
+    return data(0, generator=torch.Generator().manual_seed(seed))
+
+
+def subset(indices):
+    return DataLoader(Subset(data(0).dataset, indices), 5, shuffle=True)
 
 
 def own(*args):
@@ -193,6 +236,8 @@ CHANGES = {
     "shuffled to not shuffled": ({}, {"train": data(0, shuffle=False)}),
     "number of workers": ({}, {"train": data(0, num_workers=1)}),
     "a loader's generator": ({}, {"train": data(0, generator=torch.Generator())}),
+    "the seed of a loader's generator": ({"train": seeded(1)}, {"train": seeded(2)}),
+    "an index of a subset": ({"train": subset(range(15))}, {"train": subset([*range(14), 19])}),
     "collate_fn": ({}, {"train": data(0, collate_fn=collate)}),
     "a DataLoader to a list": ({}, {"train": batches(seed=0)}),
     "a number that the inner loss captures": ({}, {"inner_loss": inner_loss(weight=2.0)}),
@@ -200,10 +245,23 @@ CHANGES = {
     "a global number that the inner loss reads": ({}, Globally()),
     "an attribute that the outer loss reads": ({"outer_loss": Loss()}, {"outer_loss": Loss(2.0)}),
     "an attribute of a bound method's object": ({"outer_loss": Loss().method}, {"outer_loss": Loss(2.0).method}),
+    "an attribute of your own object": (
+        {"outer_loss": scaled_by(Settings(1.0))},
+        {"outer_loss": scaled_by(Settings(2.0))},
+    ),
+    "the class of your own object": (
+        {"outer_loss": scaled_by(Settings(1.0))},
+        {"outer_loss": scaled_by(Squared(1.0))},
+    ),
+    "a setting of a module that the loss calls": (
+        {"outer_loss": module_loss(beta=1.0)},
+        {"outer_loss": module_loss(beta=0.5)},
+    ),
     "the outer loss": ({}, {"outer_loss": lambda model, hyper, batch: 2 * outer_loss(model, hyper, batch)}),
     "the code of the network": ({}, {"net": Halved()}),
     "a function in the network": ({}, {"net": Net(activation=torch.sin)}),
     "a number in the network": ({}, {"net": Net(power=2)}),
+    "a hook of the network": ({"net": hooked(1.0)}, {"net": hooked(2.0)}),
     "frozen weights": ({}, {"net": Net(frozen=2.0)}),
     "outer_mode": ({}, {"outer_mode": "train"}),
     "initial value of a hyperparameter": ({}, {"hyper": {"decay": bilevel.positive(0.1)}}),
@@ -223,7 +281,10 @@ CHANGES = {
         {"callbacks": [lambda event: None], "progress": None, "signals": False, "on_nan": "skip"},
     ),
     "checkpoint_every, checkpoint_keep": ({}, {"checkpoint_every": 9.0, "checkpoint_keep": 3}),
-    "nothing, but all objects made anew": ({"inner_scheduler": lambda_lr(0.9)}, {"inner_scheduler": lambda_lr(0.9)}),
+    "nothing, but all objects made anew": (
+        {"inner_scheduler": lambda_lr(0.9), "outer_loss": scaled_by(Settings(1.0)), "train": seeded(1)},
+        {"inner_scheduler": lambda_lr(0.9), "outer_loss": scaled_by(Settings(1.0, unused=1)), "train": seeded(1)},
+    ),
 }
 
 
@@ -285,7 +346,7 @@ def test_a_change_is_refused_by_name_or_taken_over_as_asked(name):
     allowed = ("steps", "callbacks", "checkpoint", "nothing")
     assert (default == "goes on") == name.startswith(allowed)
     made = rows_of(table({"": ("", ""), name: (default, override)}))[name]
-    assert made == rows_of("   * - x" + TABLE.read_text(encoding="utf-8")).get(name), "run this file to write the table"
+    assert made == rows_of("   * - x" + TABLE.read_text(encoding="utf-8")).get(name), "write the table, see above"
 
 
 def test_the_table_has_no_other_rows():

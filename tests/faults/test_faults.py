@@ -224,6 +224,43 @@ def test_foreign_fields_end_in_one_error(tmp_path):
             run("delta_stn", file)
 
 
+def replaced(state, place, value):
+    """A state with another value somewhere inside."""
+    if not place:
+        return value
+    if isinstance(state, list):
+        return [replaced(part, place[1:], value) if index == place[0] else part for index, part in enumerate(state)]
+    return {key: replaced(part, place[1:], value) if key == place[0] else part for key, part in state.items()}
+
+
+PLACES = [
+    ("solver", "optimizers", "weights", "param_groups", 0, "lr"),
+    ("solver", "optimizers", "response", "state", 0),
+    ("solver", "optimizers", "weights", "state", 1, "momentum_buffer"),
+    ("solver", "optimizers", "hyper", "state", 0, "exp_avg"),
+    ("signal", "steps"),
+    ("signal", "peak"),
+    ("best", "validation_loss"),
+    ("best", "round"),
+    ("best", "hyper", "decay"),
+    ("best", "params", "0.weight"),
+]
+
+
+def test_foreign_values_deep_inside_end_in_one_error(tmp_path):
+    file = tmp_path / "run.pt"
+    run("delta_stn", file, steps=4)
+    good = load(file)
+    for place in PLACES:
+        for value in ("text", {}, [], torch.zeros(7), None):
+            save(file, replaced(good, place, value))
+            (tmp_path / "run.pt.1").unlink(missing_ok=True)
+            if (place[-1], value) in (("momentum_buffer", None), (0, {})):  # as before the first step
+                continue
+            with pytest.raises(bilevel.CheckpointError, match=f"{place[-2]}|{place[-1]}"):
+                run("delta_stn", file, steps=5)
+
+
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch, whole):
     """One write in three fails; the run goes on, and the last checkpoint can be written."""
     generator, broken, put = random.Random(0), [True], files._put
@@ -245,6 +282,7 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch, whole):
         tally("runs on a disk that was full now and then, no result lost", 1)
 
 
+@pytest.mark.filterwarnings("ignore:.*cannot be written.*tried again:bilevel.CheckpointWarning")
 def test_a_folder_that_is_deleted_loses_no_result(tmp_path, whole):
     folder = tmp_path / "folder"
     delete = lambda event: shutil.rmtree(folder) if event.index == 5 else None  # noqa: E731
@@ -257,7 +295,8 @@ def test_a_folder_that_is_deleted_loses_no_result(tmp_path, whole):
 def test_places_that_cannot_be_written_are_noticed_before_the_first_round(tmp_path):
     (tmp_path / "file").write_text("x")
     (tmp_path / "folder").mkdir()
-    for place in (tmp_path / "file" / "run.pt", tmp_path / "folder", "/proc/nothing/run.pt"):
+    places = (tmp_path / "file" / "run.pt", tmp_path / "folder", "/proc/nothing/run.pt", tmp_path / ("x" * 300))
+    for place in places:
         with pytest.raises(bilevel.CheckpointError, match=r"cannot be written|is a folder"):
             run("delta_stn", place, callbacks=[pytest.fail])
     (tmp_path / "log").write_text("mine")

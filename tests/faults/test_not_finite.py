@@ -1,5 +1,6 @@
 """NaN and infinity at every site of a step: noticed by every method, never saved, and the last good state is back."""
 
+import copy
 import math
 import warnings
 from contextlib import suppress
@@ -28,7 +29,7 @@ from bilevel import DeltaSTN, DivergenceError, LinearSolverError, NotFiniteWarni
 from bilevel.solver import guard
 
 METHODS = {name: shortened(method) for name, method in bilevel.METHODS.items()} | {
-    "implicit_exact": bilevel.Implicit(bilevel.Exact(damping=0.1)),  # in a long run, the matrix becomes singular
+    "implicit_exact": bilevel.Implicit(bilevel.Exact(damping=0.1)),
     "learned scale": DeltaSTN(entropy=1e-2),
     "pairs": DeltaSTN(antithetic=True),
     "one per batch": DeltaSTN(perturb="batch", structure="dense"),
@@ -159,14 +160,29 @@ def test_a_spoiled_state_is_noticed(method):
 @pytest.mark.parametrize("deferred", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 def test_a_spoiled_state_is_noticed_everywhere(method, deferred):
-    """One solver lives through all of it."""
-    solver = started(method, deferred)
-    for site in sites(solver):
+    """One solver lives through all values at a site."""
+    for site in sites(started(method, deferred)):
+        solver = started(method, deferred)
         for value in VALUES.values():
             for ending in ENDINGS:
                 check_site(solver, site, value, ending)
         go_on(solver)
         tally(EVERYWHERE, len(VALUES) * len(ENDINGS))
+
+
+@pytest.mark.parametrize("policy", ["raise", "rollback"])
+def test_a_state_that_a_restart_does_not_read_is_none_to_return_to(policy):
+    solver = started("restarts", on_nan=policy)
+    for _ in range(2):
+        spoil(sites(solver)["weights"], math.nan)
+        round_of(solver, 2)
+        good = copy.deepcopy(solver.state_dict())
+        spoil(sites(solver)["weights"], math.nan)
+        with pytest.raises(DivergenceError) if policy == "raise" else pytest.warns(NotFiniteWarning):
+            solver.check()
+        assert_good(solver.state_dict())
+        solver.load_state_dict(good)
+        round_of(solver, 3)
 
 
 @pytest.mark.parametrize("deferred", [False, True])

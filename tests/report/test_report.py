@@ -121,6 +121,15 @@ def test_names_and_messages_are_escaped(tmp_path):
         assert not [key for _, key, _ in seen.attributes if key.startswith("on")]
 
 
+def test_what_is_no_unicode_is_replaced(tmp_path):
+    """Names of files may hold such bytes."""
+    log = write_log(tmp_path / "run.jsonl", rounds=3)
+    start, _, rest = log.read_text().partition("\n")
+    log.write_text(start.replace('"method": "', '"method": "\\udcff') + "\n" + rest)
+    assert "\\udcff" in log.read_text()
+    assert "?delta_stn" in bilevel.report.write([log], tmp_path / "page.html").read_text(encoding="utf-8")
+
+
 def test_a_run_that_goes_on(tmp_path):
     log = write_log(tmp_path / "run.jsonl", end=None)
     with log.open("a") as file:

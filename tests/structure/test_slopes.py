@@ -6,10 +6,11 @@ from examples import batches, make_problem, network, sgd
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import bilevel
-from bilevel.structure import linear
-from bilevel.structure.slopes import PIECE, Both, Parts, Slopes, row_products
+from bilevel.structure import by_rows, linear
+from bilevel.structure.slopes import PIECE, Both, Held, Parts, Slopes, distinct, row_products
 
 F64 = torch.float64
 
@@ -39,7 +40,7 @@ def test_factors_and_their_slopes_are_those_of_the_product(hyper, counts, exampl
 
     product = shift @ factor
     expected = (product - product.detach() if slope_only else product).split(counts, dim=-1)
-    actual = Parts.apply(shift, factor, counts, slope_only)
+    actual = Parts.apply(shift, factor, counts, slope_only, None, 1)
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     for parts in (actual, expected):
         (gradient,) = torch.autograd.grad(total(parts), factor, create_graph=True)
@@ -101,3 +102,100 @@ def test_a_step_is_the_same_in_both_forms(monkeypatch, method):
         calls.clear()
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
     assert solver.response.theta.by_rows[0].factor.abs().max() > 1e-6
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("method", [bilevel.DeltaSTN(), bilevel.CenteredSTN()])
+def test_the_two_passes_of_a_step_make_one_gradient_of_the_response(monkeypatch, method, at_once):
+    """Whether the perturbed pass waits for the other or not; and where it comes too late to be waited for."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 700), nn.Tanh(), nn.Linear(700, 3)).double()
+    found, products = [], []
+    for few in (0, by_rows.FEW):
+        monkeypatch.setattr(by_rows, "FEW", few)
+        problem = many_decays(50, net)
+        response = method.bind(problem)
+        factor = response.theta.gate.factor
+        factor.data = 0.1 * draw(*factor.shape)
+        batch, leaves = (draw(64, 3), draw(64, 3, seed=1)), [factor, *response.inner.weights]
+        torch.manual_seed(1)
+        with FlopCounterMode(display=False) as counter:
+            terms = response.inner_loss(problem.initial_hyper(), batch)
+            terms = [list(terms)] if at_once else ([term] for term in terms)
+            total = [torch.zeros_like(leaf) for leaf in leaves]
+            for some in terms:
+                value = sum(term.value for term in some)
+                parts = torch.autograd.grad(value, leaves, allow_unused=True)
+                total = [a if b is None else a + b for a, b in zip(total, parts, strict=True)]
+        found.append(total)
+        products.append(counter.get_total_flops() // (2 * 64 * factor.numel()))
+    torch.testing.assert_close(*found, rtol=1e-11, atol=1e-11)
+    assert found[0][0].abs().max() > 1e-3
+    assert products[0] - products[1] == (0 if at_once else 1)
+
+
+@given(st.integers(1, 9), st.integers(1, 4), st.booleans())
+def test_factors_of_copies_are_those_of_all_rows(examples, copies, slope_only):
+    """Also where the last copy is cut off."""
+    shift = draw(distinct(examples, copies), 3).repeat(copies, 1)[:examples]
+    factor = draw(3, 5, seed=1).requires_grad_()
+    found = []
+    for number in (1, copies):
+        parts = Parts.apply(shift, factor, [2, 3], slope_only, None, number)
+        value = sum((index + 1) * (1 + part).pow(3).sum() for index, part in enumerate(parts))
+        found.append((parts, torch.autograd.grad(value, factor)))
+    torch.testing.assert_close(*found, rtol=1e-11, atol=1e-11)
+
+
+def test_examples_share_perturbations_of_many_hyperparameters():
+    """Up to four of them, as long as eight different ones are left; and each is drawn from the same distribution."""
+    problem = many_decays(200)
+    response = bilevel.DeltaSTN(scale=0.3).bind(problem)
+    seen = []
+    response.perturbed = lambda noise, held: (
+        seen.append((noise, held.copies)) or type(response).perturbed(response, noise, held)
+    )
+    for examples, copies in ((64, 4), (30, 3), (17, 2), (15, 1)):
+        list(response.inner_loss(problem.initial_hyper(), (draw(examples, 3), draw(examples, 3))))
+        noise, found = seen.pop()
+        assert found == copies and noise.shape == (examples, 200)
+        rows = distinct(examples, copies)
+        assert torch.equal(noise, noise[:rows].repeat(copies, 1)[:examples])
+        assert len(noise.unique(dim=0)) == rows and abs(float(noise.std()) - 0.3) < 0.02
+    few = bilevel.DeltaSTN().bind(many_decays(99))
+    assert few._copies(64) == 1 and bilevel.DeltaSTN(control=False).bind(problem)._copies(64) == 1
+    assert bilevel.DeltaSTN(perturb="batch").bind(problem)._copies(None) == 1
+
+
+def test_a_step_with_copies_has_the_gradients_of_a_step_without(monkeypatch):
+    """The same perturbations, taken for different ones."""
+    found = []
+    for kept in (True, False):
+        problem = many_decays(200)
+        response = bilevel.DeltaSTN().bind(problem)
+        factor = response.theta.gate.factor
+        factor.data = 0.1 * draw(*factor.shape)
+        if not kept:
+            monkeypatch.setattr(Held, "__init__", lambda self, copies, make=Held.__init__: make(self))
+        torch.manual_seed(1)
+        total = torch.zeros_like(factor)
+        for term in response.inner_loss(problem.initial_hyper(), (draw(30, 3), draw(30, 3, seed=1))):
+            (part,) = torch.autograd.grad(term.value, factor, allow_unused=True)
+            total = total if part is None else total + part
+        found.append(total)
+    torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+    assert found[0].abs().max() > 1e-4
+
+
+def many_decays(size, net=None):
+    """As many weight decays, of a small network."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 3)).double() if net is None else net
+    return bilevel.Problem(
+        net,
+        inner_loss=lambda model, hyper, batch: (
+            (model(batch[0]) - batch[1]).pow(2).mean(1) + hyper["decay"].mean(1) * bilevel.l2(model.params)
+        ),
+        outer_loss=lambda model, hyper, batch: (model(batch[0]) - batch[1]).pow(2).mean(),
+        hyper={"decay": bilevel.positive(torch.full((size,), 0.1, dtype=F64))},
+    )
