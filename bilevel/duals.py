@@ -21,8 +21,6 @@ from torch import _VF, Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from typing_extensions import override
 
-from bilevel.responding import Function
-
 
 def unpack(x: Tensor) -> tuple[Tensor, Tensor | None]:
     """What ``forward_ad.unpack_dual`` returns inside of a level, without its look for a graph to be exported.
@@ -113,7 +111,7 @@ def _normal_layer(input: Tensor, normalized_shape: Any, eps: float) -> Tensor:
         return F.layer_norm(input, normalized_shape, None, None, eps)
     shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
     y, *moments = torch.native_layer_norm(x, shape, None, None, eps)
-    return join(y, Turned.apply(tangent, x, *moments, shape, eps))
+    return join(y, _turned(tangent, x, *moments, shape, eps))
 
 
 def _batch_norm(
@@ -134,7 +132,7 @@ def _batch_norm(
     if tangent is None or not training or one or mixed or not _by_kernel(x):
         return function(input, running_mean, running_var, weight, bias, training, momentum, eps)
     result, *moments = torch.native_batch_norm(x, None, None, running_mean, running_var, True, momentum, eps)
-    y = join(result, Turned.apply(tangent, x, *moments, None, eps))
+    y = join(result, _turned(tangent, x, *moments, None, eps))
     sizes = [-1, *[1] * (x.ndim - 2)]
     y = y if weight is None else _product(torch.mul, y, weight.reshape(sizes))
     return y if bias is None else _sum(torch.add, y, bias.reshape(sizes))
@@ -145,7 +143,7 @@ def _by_kernel(x: Tensor) -> bool:
     return x.device.type in ("cpu", "cuda") and x.dtype in (torch.float32, torch.float64) and not x.requires_grad
 
 
-class Turned(Function):
+class Turned(torch.autograd.Function):
     r"""The derivative of a norm without scale and shift, applied to a tangent.
 
     .. math:: \mathbf{J} \dot x = \frac{\dot x - \overline{\dot x} - y\, \overline{y \dot x}}{\sigma}
@@ -173,7 +171,12 @@ class Turned(Function):
     @staticmethod
     @override
     def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
-        return Turned.apply(cotangents[0], *ctx.saved_tensors, *ctx.options), None, None, None, None, None
+        return _turned(cotangents[0], *ctx.saved_tensors, *ctx.options), None, None, None, None, None
+
+
+def _turned(*args: Any) -> Tensor:
+    turned: Tensor = Turned.apply(*args)  # type: ignore[no-untyped-call]
+    return turned
 
 
 def _group_norm(
