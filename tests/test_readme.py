@@ -62,3 +62,19 @@ def test_the_costs_are_those_that_were_measured():
         time, memory = re.search(rf"^{network} +delta_stn +([\d.]+) +([\d.]+)", printed, re.MULTILINE).groups()
         row = next(line for line in TEXT.splitlines() if line.startswith(f"| {network}"))
         assert cells(row)[1:] == [time, memory]
+
+
+def test_the_evidence_is_that_of_the_page():
+    """How many percent the other methods are behind, rounded."""
+    table = (RESULTS / "evidence.md").read_text(encoding="utf-8").splitlines()
+    names = cells(next(line for line in table if line.startswith("| task")))[1:]
+    values = cells(next(line for line in table if line.startswith("| loss over")))[1:]
+    shown = dict(zip(names, values, strict=True))
+    flat = " ".join(TEXT.split())
+    for name, text in (
+        ("random search", "above that of `delta_stn`"),
+        ("fixed values", "the paper"),
+        ("Δ-STN, paper", "`stn`"),
+    ):
+        mean, error = (round(float(number)) for number in re.findall(r"[\d.]+", shown[name]))
+        assert re.search(rf"{mean} % ± {error}[,;]? ?{re.escape(text)}", flat), (name, mean, error)

@@ -107,7 +107,7 @@ class CenteredResponse(HypernetworkResponse):
 
         Args:
             noise: Shape ``(h,)`` or ``(B, h)``.
-            held: As in :meth:`affine`.
+            held: As in ``affine``.
 
         Returns:
             What the inner loss sees.
