@@ -12,11 +12,13 @@ outer step on the whole validation set; 100 inner steps of warm-up; a perturbati
   python -m applications linear --problem ridge --undivided    # the penalty is not divided by n
   python -m applications linear --problem ridge --decouple     # STN, then centered, then with the new objective
   python -m applications linear --splits 0 1 2 3 4 --above 3   # split after split, each from λ* + 3
+  python -m applications linear --out FOLDER --data DIR --figure ridge.png   # draw a run again
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import multiprocessing
 import sys
@@ -37,7 +39,7 @@ from applications.linear_model import hyperparameter, make_problem
 from applications.optima import PROBLEMS, ClosedForm, Split, first_inside, load
 from applications.run import choose_device, environment, write
 from applications.task import STOPPED, Batches
-from applications.trajectories import Panel, Run, draw, score, summary, table, write_csv
+from applications.trajectories import Panel, Run, draw, read_csv, score, summary, table, write_csv
 
 SETS = ("boston", "yacht", "energy", "power", "naval", "protein")
 SCALE = 1.0
@@ -158,6 +160,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--workers", type=int, default=1, help="runs at a time, each a process (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("runs/linear"), help="folder (default: %(default)s)")
+    parser.add_argument("--figure", type=Path, help="run nothing; draw the values in --out again, into this file")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
 
@@ -185,6 +188,9 @@ def main(options: argparse.Namespace) -> None:
         ValueError: If options do not go together.
     """
     check_options(options)
+    if options.figure is not None:
+        draw_again(options.out, options.data, options.figure)
+        return
     device = choose_device(options.device)
     torch.set_num_threads(1)  # the fastest for matrices this small
     stem = f"linear_{options.problem}" + "_undivided" * options.undivided + "_decouple" * options.decouple
@@ -207,7 +213,9 @@ def main(options: argparse.Namespace) -> None:
         text.append(f"Splits without an optimum inside: {', '.join(skipped)}.")
     print("\n".join(text), flush=True)
     # Problems share a folder, so that their name is part of all names.
-    settings = {name: _plain(value) for name, value in vars(options).items() if name not in ("command", "out")}
+    settings = {
+        name: _plain(value) for name, value in vars(options).items() if name not in ("command", "out", "figure")
+    }
     settings |= {"methods": fitting, "sets": list(dict.fromkeys(split.name for split in splits))}
     write(options.out / f"{stem}_settings.json", settings)
     write(options.out / f"{stem}_environment.json", environment(device))
@@ -255,6 +263,41 @@ def find_splits(options: argparse.Namespace) -> tuple[list[Split], list[str]]:
     return splits, skipped
 
 
+def empty_panel(
+    split: Split, problem: str, *, undivided: bool, above: float | None
+) -> tuple[Callable[[list[Run]], Panel], float | None]:
+    """A split and its optimum.
+
+    Returns:
+        What takes the runs on it, and where they start; None is the start of the paper.
+    """
+    exact = ClosedForm(split, problem, undivided=undivided)
+    optimum = exact.optimum()
+    start = None if above is None else optimum + above
+    ((hyper, space),) = hyperparameter(split, problem, undivided=undivided, start=start).items()
+    return partial(Panel, split, exact, hyper, space, optimum, SCALE), start
+
+
+def draw_again(folder: Path, data: Path | None, figure: Path) -> None:
+    """Draw the values that a run has left in its folder.
+
+    Raises:
+        ValueError: If the folder holds the values of no run, or of several.
+    """
+    tables = sorted(folder.glob("linear_*.csv"))
+    if len(tables) != 1:
+        found = ", ".join(table.name for table in tables) or "nothing"
+        raise ValueError(f"--figure draws the one table linear_*.csv in --out {folder}; found {found}.")
+    stem = tables[0].with_suffix("")
+    settings = json.loads(Path(f"{stem}_settings.json").read_text(encoding="utf-8"))
+    chosen = {name: settings[name] for name in ("problem", "undivided", "above")}
+    panels = []
+    for (name, seed), runs in read_csv(tables[0]).items():
+        panel, _ = empty_panel(load(name, seed, data), **chosen)
+        panels.append(panel(runs))
+    draw(panels, figure)
+
+
 def make_panels(
     options: argparse.Namespace, splits: Iterable[Split], methods: Iterable[str], device: str
 ) -> Iterator[Panel]:
@@ -265,9 +308,7 @@ def make_panels(
     """
     jobs = []
     for split in splits:
-        exact = ClosedForm(split, options.problem, undivided=options.undivided)
-        optimum = exact.optimum()
-        start = None if options.above is None else optimum + options.above
+        panel, start = empty_panel(split, options.problem, undivided=options.undivided, above=options.above)
         one = partial(
             tune,
             split,
@@ -282,8 +323,7 @@ def make_panels(
         runs: list[Callable[[], Run]] = [
             partial(one, method=method, seed=seed) for method in methods for seed in range(options.seeds)
         ]
-        ((hyper, space),) = hyperparameter(split, options.problem, undivided=options.undivided, start=start).items()
-        jobs.append((partial(Panel, split, exact, hyper, space, optimum, SCALE), runs))
+        jobs.append((panel, runs))
     with ExitStack() as stack:
         if options.workers > 1:
             # A fork of a process in which torch has threads may hang.

@@ -25,11 +25,13 @@ class Run:
         method: Its name.
         seed: Of the run.
         values: Natural values after each round; NaN after a divergence.
+        rounds: After which the values were taken; None means after every one.
     """
 
     method: str
     seed: int
     values: Array
+    rounds: Array | None = None
 
     @property
     def diverged(self) -> bool:
@@ -167,12 +169,16 @@ def draw(panels: list[Panel], path: Path) -> None:
     figure, axes = bilevel.plotting.panels(len(panels), most=2, size=(3.6, 2.6), sharex=True)
     hues = bilevel.plotting.colors(run.method for panel in panels for run in panel.runs)
     for axis, panel in zip(axes, panels, strict=True):
-        for method in dict.fromkeys(run.method for run in panel.runs):
-            values = np.stack([run.values for run in panel.runs if run.method == method])
-            values = values[:, ~np.isnan(values).all(0)]
-            steps = np.arange(1, values.shape[1] + 1)
+        methods = list(dict.fromkeys(run.method for run in panel.runs))
+        for place, method in enumerate(methods):
+            own = [run for run in panel.runs if run.method == method]
+            values, rounds = np.stack([run.values for run in own]), own[0].rounds
+            there = ~np.isnan(values).all(axis=0)
+            steps = (np.arange(1, values.shape[1] + 1) if rounds is None else rounds)[there]
+            values = values[:, there]
             middle = [panel.natural(value) for value in np.nanmean(panel.unconstrained(values), 0)]
-            axis.plot(steps, middle, color=hues[method], label=method)
+            width = 1.5 + 0.6 * (len(methods) - place - 1)  # of two equal lines, one shows below the other
+            axis.plot(steps, middle, color=hues[method], linewidth=width, label=method)
             lowest, highest = np.nanmin(values, 0), np.nanmax(values, 0)
             axis.fill_between(steps, lowest, highest, color=hues[method], alpha=0.15, linewidth=0)
         axis.axhline(panel.natural(panel.optimum), color="black", linestyle="--", linewidth=1, label="optimum")
@@ -180,7 +186,8 @@ def draw(panels: list[Panel], path: Path) -> None:
         axis.set(title=f"{panel.split.name}, split {panel.split.seed}", ylabel=panel.hyper)
         bilevel.plotting.log_axis(axis)
     bilevel.plotting.label_rounds(axes)
-    axes[0].legend()
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=min(4, len(labels)))
     figure.savefig(path)
 
 
@@ -199,3 +206,22 @@ def write_csv(panels: list[Panel], path: Path) -> None:
                 for index in shown:
                     values = [f"{run.values[index]:.5g}" for run in runs]
                     writer.writerow([panel.split.name, panel.split.seed, method, index + 1, optimum, *values])
+
+
+def read_csv(path: Path) -> dict[tuple[str, int], list[Run]]:
+    """What :func:`write_csv` wrote.
+
+    Returns:
+        The runs by set and split.
+    """
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    seeds = [int(name.removeprefix("seed ")) for name in rows[0] if name.startswith("seed ")]
+    found: dict[tuple[str, int], list[Run]] = {}
+    for name, split, method in dict.fromkeys((row["set"], row["split"], row["method"]) for row in rows):
+        own = [row for row in rows if (row["set"], row["split"], row["method"]) == (name, split, method)]
+        rounds = np.array([int(row["round"]) for row in own])
+        for seed in seeds:
+            values = np.array([float(row[f"seed {seed}"]) for row in own])
+            found.setdefault((name, int(split)), []).append(Run(method, seed, values, rounds))
+    return found

@@ -1,6 +1,7 @@
 r"""How well Δ-STN learns the response Θ: noise, structure, cost.
 
     python benchmarks/response.py --out docs/results/response.txt --figure docs/_static/response.png
+    python benchmarks/response.py --read docs/results/response.txt --figure docs/_static/response.png  # draw it again
 
 Small networks in double precision. The MLPs start at the minimum for fixed hyperparameters. Networks with norms start
 where training usually ends, since the size of a weight before a norm has no minimum. Then only Θ is trained, on
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -739,7 +741,7 @@ def draw(curves: dict[str, Curves], path: Path) -> None:
 
     with plotting.style():
         figure, axes = plotting.panels(len(curves), most=2, size=(3.6, 2.5))
-        shown = [*MAIN, "gate + control, per batch"]
+        shown = [*MAIN[:-1], "gate + control, per batch", DEFAULT]  # on top
         colors = plotting.colors(shown)
         for axis, (network, found) in zip(axes, curves.items(), strict=True):
             for structure, dashes in (("gate", ":"), ("rowwise", "--")):
@@ -753,10 +755,36 @@ def draw(curves: dict[str, Curves], path: Path) -> None:
             axis.set_xticks(list(points or found[DEFAULT]), [f"{scale:g}" for scale in points or found[DEFAULT]])
             axis.minorticks_off()
             axis.set(title=network, xlabel="scale σ", ylim=(min(0.0, axis.get_ylim()[0]), 1.02))
-        axes[0].set_ylabel("cosine with the exact response")
+        axes[0].set_ylabel("cosine with exact")
         handles, labels = next(iter(axes)).get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=2)
         figure.savefig(path)
+
+
+def read(text: str) -> dict[str, Curves]:
+    """What :func:`compare` has written of the cosines.
+
+    Returns:
+        The cosines over the scale by network and variant.
+    """
+    curves: dict[str, Curves] = {}
+    for block in text.split("\n\n"):
+        lines = block.splitlines()
+        name = lines[0].partition(":")[0]
+        (head,) = [line for line in lines if line.startswith("  variant ")] or [""]
+        if name not in NETWORKS or not head:
+            continue
+        scales = [float(value) for value in re.findall(r"σ = ([\d.]+)", head.split("|")[1])]
+        found = curves[name] = {}
+        for line in lines:
+            ceiling = re.match(r"  (gate|rowwise) +[\d.]+ +([\d.]+)", line)
+            if ceiling:
+                found[f"ceiling, {ceiling[1]}"] = dict.fromkeys(scales, float(ceiling[2]))
+            elif line.count("|") == 2 and line != head:
+                cells = [line.split("|")[1][9 * place :][:9].strip() for place in range(len(scales))]
+                known = zip(scales, cells, strict=True)
+                found[line[2:34].strip()] = {scale: float(cell) for scale, cell in known if cell}
+    return curves
 
 
 def main() -> None:
@@ -768,7 +796,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one seed of each MLP, one scale, 300 steps")
     parser.add_argument("--out", type=Path, help="also write the tables to this file")
     parser.add_argument("--figure", type=Path, help="draw the cosines over the scale")
+    parser.add_argument("--read", type=Path, help="measure nothing: draw what --out has written to this file")
     options = parser.parse_args()
+    if options.read:
+        draw(read(options.read.read_text(encoding="utf-8")), options.figure)
+        return
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     scales: tuple[float, ...] = SCALES

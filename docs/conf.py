@@ -23,7 +23,7 @@ version = release = bilevel.__version__
 
 extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.doctest", "sphinx.ext.viewcode"]
 extensions += ["sphinx_gallery.gen_gallery", "backlinks", "mathml", "paper", "tables"]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "results"]
 nitpicky = True
 # Types of other projects: linking to their pages would need the network.
 nitpick_ignore = [
@@ -31,7 +31,7 @@ nitpick_ignore = [
     ("py:class", "bilevel.parallel.shards.Network"),
     ("py:class", "bilevel.parallel.shards.Shards"),  # inside
     *(("py:exc", name) for name in ("NoExamples", "NoRule")),  # of bilevel.responding
-    *(("py:class", name) for name in ("Term", "bilevel.layouts.layout.Layout")),
+    *(("py:class", name) for name in ("Term", "bilevel.layouts.layout.Layout", "bilevel.structure.slopes.Held")),
 ]
 nitpick_ignore_regex = [("py:.*", r"(abc|collections|contextlib|pathlib|numpy|torch|Tensor|Path|Figure|Axes)(\..*)?")]
 
@@ -62,6 +62,7 @@ sphinx_gallery_conf = {
     "within_subsection_order": "gallery.Order",
     "image_scrapers": ("gallery.scraper",),
     "reset_modules": ("gallery.prepare",),
+    "reset_modules_order": "both",
     "capture_repr": (),
     "thumbnail_size": (640, 480),
     "last_notebook_cell": "figure",

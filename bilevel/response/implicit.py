@@ -105,7 +105,7 @@ class Implicit(Method):
 
     @property
     def approximation(self) -> Preconditioner | None:
-        """What is made anew at each outer step: the preconditioner, or the solver if it is one; or None."""
+        """The preconditioner, or the solver if it is one, which is made anew at each outer step; or None."""
         return self.linear_solver if isinstance(self.linear_solver, Preconditioner) else self.preconditioner
 
     @override

@@ -19,7 +19,10 @@ def _same_seed_gives_the_same_run(case: Case) -> None:
     first, second = (case.solver(case.network(), seed=3) for _ in range(2))
     for solver in (first, second):
         run(solver, case.batch())
-    expect(same(first.state_dict(), second.state_dict()), "two runs with one seed differ")
+    expect(
+        same(first.state_dict(), second.state_dict()),
+        "two runs with one seed differ: is every operation repeatable? torch.linalg.lstsq is not, to the last bit",
+    )
 
 
 @check

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 import warnings
 from pathlib import Path
 from typing import Any
@@ -69,14 +70,33 @@ def alt_of(figure: Figure) -> str:
     return "; ".join(title for title in titles if title)
 
 
-def prepare(conf: dict[str, Any], name: str) -> None:
-    """Before each script: one thread, no progress bars, and no figure files beside the scripts."""
+def prepare(conf: dict[str, Any], name: str, when: str) -> None:
+    """Before each script: one thread, no progress bars, and no figure files beside the scripts.
+
+    Warnings are shown as the reader would see them, but for the place in the files of this machine.
+    """
+    if when == "after":
+        warnings.filters[:] = _filters  # type: ignore[index]
+        warnings.formatwarning = _formatwarning
+        return
     torch.set_num_threads(1)
     os.environ |= {"CI": "1", "OMP_NUM_THREADS": "1"}
-    warnings.simplefilter("default")
+    warnings.simplefilter("always", UserWarning)
+    warnings.formatwarning = in_words  # type: ignore[assignment]
     Figure.savefig = quietly  # type: ignore[method-assign]
 
 
+def in_words(message: Warning | str, category: type[Warning], *place: object) -> str:
+    """A warning without the file and the line.
+
+    Returns:
+        Lines that are no longer than the page is wide.
+    """
+    return textwrap.fill(f"{category.__name__}: {message}", 88) + "\n"
+
+
+_formatwarning = warnings.formatwarning
+_filters = list(warnings.filters)
 _save = Figure.savefig
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import re
 from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree
 
 from docutils import nodes
 from docutils.utils.math import MathError
@@ -16,10 +17,13 @@ if TYPE_CHECKING:
     from sphinx.application import Sphinx
     from sphinx.writers.html5 import HTML5Translator
 
+NAMESPACE = "http://www.w3.org/1998/Math/MathML"
 logger = logging.getLogger(__name__)
 
 # What the converter accepts and renders wrongly: arguments without braces, and a text below a brace.
 MISREAD = re.compile(r"\\[a-z]*frac\s*[^{\sa-z]|\\underbrace.*_")
+ACCENTS = set("\u02c9\u00af\u02d9~\u02c6^\u2192")  # bar, dot, tilde, hat, arrow
+ENTITY = re.compile(r"&(?!(?:lt|gt|amp);)\w+;")  # which HTML knows, and XML does not
 
 
 def render(node: nodes.math | nodes.math_block) -> str:
@@ -32,10 +36,27 @@ def render(node: nodes.math | nodes.math_block) -> str:
     if MISREAD.search(node.astext()):
         logger.warning("the converter would misread the formula %r: use braces", node.astext(), location=node)
     try:
-        return tex2mathml(node.astext(), as_block=block)
+        return indices_beside(tex2mathml(node.astext(), as_block=block))
     except (MathError, TypeError, ValueError, SyntaxError) as error:
         logger.warning("cannot convert the formula %r to MathML: %s", node.astext(), error, location=node)
         return f"<code>{html.escape(node.astext())}</code>"
+
+
+def indices_beside(text: str) -> str:
+    """Move the index of a letter with an accent, which the converter puts below the letter, to its side.
+
+    Returns:
+        The formula.
+    """
+    ElementTree.register_namespace("", NAMESPACE)
+    root = ElementTree.fromstring(ENTITY.sub(lambda found: html.unescape(found[0]), text))
+    for both in root.iter(f"{{{NAMESPACE}}}munderover"):
+        letter, index, accent = both
+        if accent.text in ACCENTS:
+            both.tag = f"{{{NAMESPACE}}}msub"
+            both[:] = [ElementTree.Element(f"{{{NAMESPACE}}}mover", accent="true"), index]
+            both[0][:] = [letter, accent]
+    return ElementTree.tostring(root, encoding="unicode")
 
 
 def visit_inline(translator: HTML5Translator, node: nodes.math) -> None:

@@ -68,16 +68,16 @@ def back(found: list[Entry], column: str) -> list[str]:
     """From the code, or from the tests, to the paper.
 
     Returns:
-        A table.
+        A list of definitions: names are too long for a table.
     """
     where: dict[str, list[str]] = defaultdict(list)
     for entry in found:
         for name in entry.get(column, []):
             where[name] += [label for label in labels(entry) if label not in where[name]]
-    lines = [".. list-table::", "   :header-rows: 1", "", "   * - here", "     - in the paper"]
+    lines: list[str] = []
     for name in sorted(where):
         shown = link(name) if column == "code" else f"``{name}``"
-        lines += [f"   * - {shown}", f"     - {', '.join(f'``{label}``' for label in where[name])}"]
+        lines += [shown, f"   {', '.join(f'``{label}``' for label in where[name])}", ""]
     return lines
 
 

@@ -221,11 +221,28 @@ def by_task(text: str) -> list[str]:
     return lines
 
 
+def as_it_is(text: str) -> list[str]:
+    """Keep tables as they are, in small letters on a phone: for a few short columns.
+
+    Returns:
+        Text and tables.
+    """
+    lines: list[str] = []
+    for block in re.split(r"\n\s*\n", text.strip()):
+        if block.startswith("|"):
+            header, _, *rows = [cells(line) for line in block.splitlines()]
+            lines += list_table(header, rows, "dense")
+        else:
+            lines += block.splitlines()
+        lines += [""]
+    return lines
+
+
 class Table(SphinxDirective):
     """Insert what one of the functions above returns: ``.. made-table:: can-tune``."""
 
     required_arguments = 1
-    option_spec: ClassVar[dict[str, Any]] = {"file": directives.path}
+    option_spec: ClassVar[dict[str, Any]] = {"file": directives.path, "whole": directives.flag}
 
     def run(self) -> list[nodes.Node]:
         """Make the table.
@@ -246,7 +263,7 @@ class Table(SphinxDirective):
         elif kind == "markdown":
             file = folder / self.options["file"]
             self.env.note_dependency(str(file))
-            lines = by_task(file.read_text(encoding="utf-8"))
+            lines = (as_it_is if "whole" in self.options else by_task)(file.read_text(encoding="utf-8"))
         else:
             raise self.error(f"made-table knows can-tune, methods, costs and markdown, not {kind!r}.")
         container = nodes.container()

@@ -112,9 +112,10 @@ runs = {
 print(f"best: λ = {best:.1f}, validation loss {exact(best):.2f}")
 for name, solution in runs.items():
     history = solution.history
-    line = f"{name}: λ = {np.log(history['penalty'][-1]):.1f} after {len(history)} rounds"
     print(
-        f"{line}, validation loss {history['validation_loss'][-1]:.2f} ({solution.stopped})"
+        f"{name}: {solution.stopped} after {len(history)} rounds, "
+        f"λ = {np.log(history['penalty'][-1]):.1f}, "
+        f"validation loss {history['validation_loss'][-1]:.3g}"
     )
 
 # %%
@@ -130,19 +131,14 @@ with bilevel.plotting.style():
     top.set(xlabel="λ", title="condition number")
     top.legend()
     for name, solution in runs.items():
-        history, color = (
-            solution.history,
-            colors.get(name, bilevel.plotting.color(name)),
-        )
-        shown = ~np.isnan(history["validation_loss"])
-        name += ", diverged" if solution.stopped == "diverged" else ""
-        left.plot(history["round"], np.log(history["penalty"]), color=color, label=name)
-        right.plot(
-            history["round"][shown],
-            history["validation_loss"][shown],
-            color=color,
-            label=name,
-        )
+        history = solution.history
+        color = colors.get(name, bilevel.plotting.color(name))
+        place = np.log(history["penalty"])
+        if solution.stopped == "diverged":
+            left.plot(len(place), place[-1], "X", color=color, label=f"{name}, diverged")
+            continue
+        left.plot(history["round"], place, color=color, label=name)
+        right.plot(history["round"], history["validation_loss"], color=color)
     left.axhline(best, color="black", linestyle=":", label="optimum")
     right.axhline(exact(best), color="black", linestyle=":", label="optimum")
     left.set(title="λ")

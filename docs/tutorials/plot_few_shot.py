@@ -135,8 +135,8 @@ for name, weights in {"random start": start, "learned start": solver.hyper}.item
     )
 
 # %%
-# Two new tasks. The learned start is no good curve by itself; it is a short way from
-# all of them.
+# One start was learned, from one seed; 200 tasks judge it. Here are two of them. The
+# learned start is no good curve by itself; it is a short way from all of them.
 
 x = torch.linspace(-5, 5, 100)[None, :, None].expand(200, 100, 1)
 with bilevel.plotting.style():

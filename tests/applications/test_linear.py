@@ -350,9 +350,11 @@ def test_a_divergence_in_the_last_round_counts(diabetes, monkeypatch):
     assert linear.tune(diabetes, "ridge", "stn", undivided=False, rounds=2, seed=0).diverged
 
 
-def test_the_command_writes_a_table_values_and_a_figure(tmp_path, capsys):
+def test_the_command_writes_a_table_values_and_a_figure(tmp_path, capsys, monkeypatch):
     pytest.importorskip("matplotlib")
     pytest.importorskip("sklearn")
+    drawn = []
+    monkeypatch.setattr(linear, "draw", lambda panels, path: (drawn.append(panels), trajectories.draw(panels, path)))
     main(["linear", "--problem", "input_dropout", "--rounds", "12", "--seeds", "2", "--out", str(tmp_path)])
     printed = capsys.readouterr().out
     table = (tmp_path / "linear_input_dropout.txt").read_text(encoding="utf-8")
@@ -383,6 +385,17 @@ def test_the_command_writes_a_table_values_and_a_figure(tmp_path, capsys):
         assert line[1:3] == [f"{numbers['rate']:.4g}", f"{numbers['distance']:.2f}"]
         assert f"{numbers['excess_loss']:.2%}" in line
         assert (numbers["diverged"], numbers["runs"]) == (0, 2)
+    main(["linear", "--out", str(tmp_path), "--figure", str(tmp_path / "again.png")])
+    assert (tmp_path / "again.png").stat().st_size > 10_000
+    ((made,), (read,)) = drawn
+    assert (read.optimum, read.limit, read.hyper) == (made.optimum, made.limit, made.hyper)
+    assert sorted((run.method, run.seed) for run in read.runs) == sorted((run.method, run.seed) for run in made.runs)
+    for run in made.runs:
+        (same,) = (other for other in read.runs if (other.method, other.seed) == (run.method, run.seed))
+        np.testing.assert_allclose(same.values, run.values, rtol=1e-4)
+        assert list(same.rounds) == [*range(1, 13)]
+    with pytest.raises(SystemExit, match="found nothing"):
+        main(["linear", "--out", str(tmp_path / "empty"), "--figure", str(tmp_path / "again.png")])
 
 
 def test_decoupling_runs_the_centered_stn_with_both_objectives(tmp_path, capsys):
