@@ -139,7 +139,7 @@ def outer(solver: Solver, train_batch: Any, valid_batch: Any) -> OuterStep:
             solver.response.commit()
             # The step is made before it is judged, so that all flags are read from the device at once.
             moved = torch.cat([value.flatten() for value in solver.hyper.values()])
-            state = solver.guard.finite.number(guard.step.look().tensors)
+            state = solver.guard.finite.number(guard.step.tensors())
             if solver.group is not None:
                 together.compare(solver, solver.group)
             solver.guard.finite.outer(solver.outer_steps, loss.value, norms, moved, state, solver.inner_steps)
