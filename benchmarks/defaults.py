@@ -103,8 +103,6 @@ CONFIGS: dict[str, Config] = {
     "stn_gate": {"method": lambda: bilevel.STN(structure="gate")},
     "stn": {"method": "stn"},
     "centered_stn": {"method": "centered_stn"},
-    # λ stays where it starts, and weights are trained on the perturbed loss: what the noise alone does.
-    "stn_still": {"method": "stn", "warmup": 1.0},
 }
 # Plain training: trials with other hyperparameters, and the length of each. A run of Δ-STN takes 2.4 times the FLOPs of
 # one such run, and on these small networks about 4.5 times its time: random_4 is closer to equal time.

@@ -114,6 +114,12 @@ def diagonal(steps: int, probes: int) -> Callable[[Task], bilevel.Method]:
     return lambda task: bilevel.Implicit(solver, preconditioner=preconditioner, warm_start=False)
 
 
+def kfac(steps: int) -> Callable[[Task], bilevel.Method]:
+    """Our conjugate gradients, preconditioned layer by layer."""
+    solver = bilevel.CG(max_steps=steps, rtol=0)
+    return lambda task: bilevel.Implicit(solver, preconditioner=bilevel.KFAC(), warm_start=False)
+
+
 def neumann(task: Task) -> bilevel.Method:
     """Our Neumann series."""
     return bilevel.Implicit(bilevel.Neumann(max_steps=STEPS, scale=task.scale), warm_start=False)
@@ -129,6 +135,7 @@ METHODS: dict[str, tuple[str, Callable[[Task], Hypergradient]]] = {
     "bilevel CG, compiled": ("hessian", ours(cg("hessian"), compile=True)),
     "bilevel CG 18, 2 probes": ("hessian", ours(diagonal(18, 2))),
     "bilevel CG 8, 2 probes": ("hessian", ours(diagonal(8, 2))),
+    "bilevel CG 7, K-FAC": ("hessian", ours(kfac(7))),
     "betty CG": ("hessian", betty("cg")),
     "boat_torch CG": ("hessian", boat("conjugate_gradient")),
     "torchopt CG": ("hessian", torchopt_implicit("cg")),

@@ -104,12 +104,18 @@ class Entries(Dataset[dict[str, Tensor]]):
         return {name: column[index] for name, column in self.columns.items()}
 
 
-def sentences(folder: Path) -> list[Tensor]:
-    """600 pieces of LENGTH + 1 words of each part of Penn Treebank, as numbers; zero is for rare words."""
+def numbers(folder: Path) -> Tensor:
+    """The number of each word of Penn Treebank among the most frequent ones; zero is for rare words."""
     text = sets.text("ptb", folder)
     common = text.train.bincount().argsort(descending=True)[: WORDS - 1]
     number = torch.zeros(len(text.vocabulary), dtype=torch.int64)
     number[common] = torch.arange(1, WORDS)
+    return number
+
+
+def sentences(folder: Path) -> list[Tensor]:
+    """600 pieces of LENGTH + 1 words of each part of Penn Treebank, as numbers."""
+    text, number = sets.text("ptb", folder), numbers(folder)
     size = LENGTH + 1
     return [number[words[: 600 * size]].view(-1, size) for words in (text.train, text.valid, text.test)]
 
@@ -154,22 +160,26 @@ def gpt2(folder: Path) -> Task:
 
 
 def bert(folder: Path) -> Task:
-    """Whether the second half of a piece belongs to the first, by BERT."""
+    """Which of six frequent words was hidden in the middle of a piece, by BERT."""
     import transformers
 
-    def pairs(pieces: Tensor) -> Entries:
-        half = LENGTH // 2
-        generator = torch.Generator().manual_seed(0)
-        label = torch.randint(2, (len(pieces),), generator=generator)
-        other = pieces[torch.randperm(len(pieces), generator=generator), half:]
-        second = torch.where(label.bool()[:, None], pieces[:, half:], other)
-        kinds = (torch.arange(pieces.shape[1]) >= half).long().expand(len(pieces), -1)
-        return Entries(input_ids=torch.cat([pieces[:, :half], second], 1), token_type_ids=kinds, labels=label)
+    text, number = sets.text("ptb", folder), numbers(folder)
+    names = {word: index for index, word in enumerate(text.vocabulary)}
+    classes = torch.tensor([names[word] for word in ("the", "of", "to", "a", "in", "and")])
 
-    data = [pairs(pieces) for pieces in sentences(folder)]
+    def gaps(stream: Tensor, size: int) -> Entries:
+        pieces = stream[: len(stream) // LENGTH * LENGTH].view(-1, LENGTH)
+        middle = pieces[:, LENGTH // 2]
+        pieces = pieces[torch.isin(middle, classes)][:size]
+        labels = (pieces[:, LENGTH // 2, None] == classes).long().argmax(1)
+        ids = number[pieces]
+        ids[:, LENGTH // 2] = WORDS
+        return Entries(input_ids=ids, labels=labels)
+
+    data = [gaps(text.train, 1500), gaps(text.valid, 500), gaps(text.test, 600)]
     config = transformers.BertConfig(
-        vocab_size=WORDS, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=128,
-        max_position_embeddings=LENGTH + 1, num_labels=2,
+        vocab_size=WORDS + 1, hidden_size=64, num_hidden_layers=1, num_attention_heads=4, intermediate_size=128,
+        max_position_embeddings=LENGTH, num_labels=len(classes),
     )  # fmt: skip
     return Task(transformers.BertForSequenceClassification(config), data, None, {}, 8)
 
@@ -179,7 +189,7 @@ TASKS: dict[str, Callable[[Path], Task]] = {
     "CIFAR-10, ResNet18": cifar10,
     "PTB, nn.LSTM": lstm,
     "PTB, GPT-2": gpt2,
-    "PTB halves, BERT": bert,
+    "PTB gaps, BERT": bert,
 }
 
 

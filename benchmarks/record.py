@@ -87,12 +87,16 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             path, kept = Path(folder, "new.json"), RESULTS / f"{name}.json"
             command = [sys.executable, str(HERE / f"{name}.py"), "--json", str(path), *TABLES[name]]
+            started = time.perf_counter()
             subprocess.run(command, check=True)
+            print(f"{name}: {(time.perf_counter() - started) / 60:.1f} minutes")
             new = json.loads(path.read_text(encoding="utf-8"))
             if kept.exists():
                 old = json.loads(kept.read_text(encoding="utf-8"))
                 print(f"\n{name}: new over old, of {old['made']}, {old['machine']['processor']}")
                 print("\n".join(compared(old["numbers"], new["numbers"])) + "\n")
+            else:
+                print(f"{name}: no record to compare with; --keep makes this one")
             if options.keep:
                 kept.write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
 

@@ -17,24 +17,33 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import _VF, Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.autograd import forward_ad
+from typing_extensions import override
+
+
+def unpack(x: Tensor) -> tuple[Tensor, Tensor | None]:
+    """What ``forward_ad.unpack_dual`` returns inside of a level, without its look for a graph to be exported.
+
+    Returns:
+        Value and tangent. There is never more than one level, whose number is 0.
+    """
+    value, tangent = _VF._unpack_dual(x, level=0)
+    return value, tangent
 
 
 def split(x: Any) -> tuple[Any, Tensor | None]:
     """Value and tangent; anything else is a value."""
     if not isinstance(x, Tensor) or is_functorch_wrapped_tensor(x):
         return x, None
-    pair = forward_ad.unpack_dual(x)
-    return pair.primal, pair.tangent
+    return unpack(x)
 
 
 def join(value: Tensor, tangent: Tensor) -> Tensor:
     """A dual number; the tangent is broadcast to the value."""
     if tangent.dtype != value.dtype:
         tangent = tangent.to(value.dtype)
-    dual: Tensor = forward_ad.make_dual(value, tangent if tangent.shape == value.shape else tangent.expand_as(value))
+    dual: Tensor = _VF._make_dual(value, tangent if tangent.shape == value.shape else tangent.expand_as(value), level=0)
     return dual
 
 
@@ -89,11 +98,85 @@ def _layer_norm(
     function: Any, input: Tensor, normalized_shape: Any, weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> Any:
     """The scale and the shift apart from the norm."""
-    if (weight is None and bias is None) or split(input)[1] is None:
+    if split(input)[1] is None:
         return function(input, normalized_shape, weight, bias, eps)
-    y = F.layer_norm(input, normalized_shape, None, None, eps)
+    y = _normal_layer(input, normalized_shape, eps)
     y = y if weight is None else _product(torch.mul, y, weight)
     return y if bias is None else _sum(torch.add, y, bias)
+
+
+def _normal_layer(input: Tensor, normalized_shape: Any, eps: float) -> Tensor:
+    x, tangent = split(input)
+    if tangent is None or not _by_kernel(x):
+        return F.layer_norm(input, normalized_shape, None, None, eps)
+    shape = [normalized_shape] if isinstance(normalized_shape, int) else list(normalized_shape)
+    y, *moments = torch.native_layer_norm(x, shape, None, None, eps)
+    return join(y, _turned(tangent, x, *moments, shape, eps))
+
+
+def _batch_norm(
+    function: Any,
+    input: Tensor,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any = None,
+    bias: Any = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Any:
+    """The same with the statistics of a batch."""
+    x, tangent = split(input)
+    one = x.ndim < 2 or x.numel() == x.shape[1]  # which F.batch_norm refuses
+    mixed = running_mean is not None and running_mean.dtype != x.dtype
+    if tangent is None or not training or one or mixed or not _by_kernel(x):
+        return function(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    result, *moments = torch.native_batch_norm(x, None, None, running_mean, running_var, True, momentum, eps)
+    y = join(result, _turned(tangent, x, *moments, None, eps))
+    sizes = [-1, *[1] * (x.ndim - 2)]
+    y = y if weight is None else _product(torch.mul, y, weight.reshape(sizes))
+    return y if bias is None else _sum(torch.add, y, bias.reshape(sizes))
+
+
+def _by_kernel(x: Tensor) -> bool:
+    """Whether a value is a constant of a kind for which the kernels of a norm are known to do what is wanted here."""
+    return x.device.type in ("cpu", "cuda") and x.dtype in (torch.float32, torch.float64) and not x.requires_grad
+
+
+class Turned(torch.autograd.Function):
+    r"""The derivative of a norm without scale and shift, applied to a tangent.
+
+    .. math:: \mathbf{J} \dot x = \frac{\dot x - \overline{\dot x} - y\, \overline{y \dot x}}{\sigma}
+
+    It is symmetric, so that the kernel of the backward pass computes it at once; and its own derivative is the same.
+    """
+
+    @staticmethod
+    @override
+    def forward(tangent: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, shape: list[int] | None, eps: float) -> Tensor:
+        tangent, mask = tangent.contiguous(), [True, False, False]
+        if shape is None:
+            stats = (None, None, None, mean, rstd)
+            turned: Tensor = torch.ops.aten.native_batch_norm_backward(tangent, x, *stats, True, eps, mask)[0]
+            return turned
+        turned = torch.ops.aten.native_layer_norm_backward(tangent, x, shape, mean, rstd, None, None, mask)[0]
+        return turned
+
+    @staticmethod
+    @override
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs[1:4])
+        ctx.options = inputs[4:]
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
+        return _turned(cotangents[0], *ctx.saved_tensors, *ctx.options), None, None, None, None, None
+
+
+def _turned(*args: Any) -> Tensor:
+    turned: Tensor = Turned.apply(*args)  # type: ignore[no-untyped-call]
+    return turned
 
 
 def _group_norm(
@@ -103,7 +186,7 @@ def _group_norm(
     if split(input)[1] is None or input.ndim < 2 or input.shape[1] % num_groups:
         return function(input, num_groups, weight, bias, eps)
     groups = input.reshape(len(input), num_groups, -1)
-    y = F.layer_norm(groups, groups.shape[-1:], None, None, eps).reshape(input.shape)
+    y = _normal_layer(groups, groups.shape[-1:], eps).reshape(input.shape)
     sizes = [-1, *[1] * (input.ndim - 2)]
     y = y if weight is None else _product(torch.mul, y, weight.reshape(sizes))
     return y if bias is None else _sum(torch.add, y, bias.reshape(sizes))
@@ -121,7 +204,7 @@ def _table() -> dict[Any, Callable[..., Any]]:
         for name in functions.split():
             found |= {getattr(owner, name): rule for owner in (torch, Tensor) if hasattr(owner, name)}
     found |= dict.fromkeys((torch.softmax, Tensor.softmax, F.softmax), _softmax)
-    return found | {F.layer_norm: _layer_norm, F.group_norm: _group_norm}
+    return found | {F.layer_norm: _layer_norm, F.group_norm: _group_norm, F.batch_norm: _batch_norm}
 
 
 REVERSED = (torch.rsub, Tensor.__rsub__)

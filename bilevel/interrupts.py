@@ -65,9 +65,12 @@ class Waiting:
         if not self._outermost:
             return
         try:
-            self._give_back()
+            try:
+                self._give_back()
+            finally:
+                _current = None
         finally:
-            _current = None
+            _current = None  # again, since a signal may have raised at that line, and the next block has to wait, too
             self.deliver()
 
     def deliver(self) -> None:

@@ -2,6 +2,9 @@ r"""A weight that responds to a perturbation of its own for every example, witho
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import islice
 from typing import Any, NamedTuple, NoReturn, final
 
 import torch
@@ -110,8 +113,7 @@ class Responding:
         w, r = self._matrices()
         factor = self.rows.factor
         if self.grows:
-            squares: Tensor = _GrownSquares.apply(w, factor.to(w.dtype))
-            return squares
+            return grown_squares([w.new_ones(())], [[self]])
         cross, square = (w * r).sum(1), (r * r).sum(1)
         return (w * w).sum() + factor @ (2 * cross) + (factor * factor) @ square
 
@@ -207,32 +209,93 @@ class Responding:
         )
 
 
+def grown_squares(strengths: Sequence[Tensor], groups: Sequence[Sequence[Responding]]) -> Tensor:
+    r"""A weighted sum of :meth:`Responding.l2` over weights that grow, in few operations.
+
+    .. math:: \sum_g a_{ig} \sum_{k \in g} \sum_r (1 + f_{ikr})^2 \|W_{kr}\|^2
+
+    Args:
+        strengths: :math:`a_g`, scalars or of shape ``(B,)``.
+        groups: The weights that go with each.
+
+    Returns:
+        A tensor of shape ``(B,)``.
+    """
+    members = [weight for group in groups for weight in group]
+    factors = [weight.rows.factor.to(weight.weight.dtype) for weight in members]
+    matrices = [weight._matrices()[0] for weight in members]
+    counts = tuple(map(len, groups))
+    with torch.no_grad():  # once for a pass and its derivative
+        squares = [torch.linalg.vector_norm(w, dim=1).square_() for w in matrices]
+    total: Tensor = _GrownSquares.apply(counts, *strengths, *factors, *matrices, *squares)
+    return total
+
+
 class _GrownSquares(Function):
-    r""":math:`\sum_r (1 + f_{ir})^2 \|W_r\|^2` in few operations; its derivatives can be differentiated."""
+    """:func:`grown_squares`; its derivatives can be differentiated."""
 
     @staticmethod
     @override
-    def forward(w: Tensor, factor: Tensor) -> Tensor:
-        grown, squares = (1 + factor).square_(), torch.linalg.vector_norm(w, dim=1).square_()
-        with torch.autocast(w.device.type, enabled=False):  # a sum of squares needs the digits of the weights
-            total: Tensor = grown @ squares
+    def forward(counts: tuple[int, ...], *tensors: Tensor) -> Tensor:
+        strengths, factors, _, squares = _parted(counts, tensors)
+        total: Tensor | None = None
+        for strength, part in zip(strengths, _penalties(counts, factors, squares), strict=True):
+            total = strength * part if total is None else torch.addcmul(total, strength, part)
+        assert total is not None
         return total
 
     @staticmethod
     @override
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(*inputs)
+        ctx.counts = inputs[0]
+        ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
     @override
-    def backward(ctx: Any, *cotangents: Any) -> tuple[Tensor | None, Tensor | None]:
-        w, factor = ctx.saved_tensors
-        (given,) = cotangents
-        grown = 1 + factor
-        for_w = for_factor = None
-        if ctx.needs_input_grad[0]:
-            for_w = (2 * (given @ (grown * grown))).unsqueeze(1) * w
-        if ctx.needs_input_grad[1]:
-            squares = (w * w).sum(1) if torch.is_grad_enabled() else torch.linalg.vector_norm(w, dim=1).square_()
-            for_factor = torch.outer(2 * given, squares) * grown
-        return for_w, for_factor
+    def backward(ctx: Any, *cotangents: Any) -> tuple[Tensor | None, ...]:
+        (given,), counts = cotangents, ctx.counts
+        strengths, factors, matrices, squares = _parted(counts, ctx.saved_tensors)
+        if torch.is_grad_enabled():  # not as the square of a norm, which has no second derivative at zero
+            squares = [(w * w).sum(1) for w in matrices]
+        needs = ctx.needs_input_grad[1:]
+        found: list[Tensor | None] = [None] * len(strengths)
+        if any(needs[: len(strengths)]):
+            sums = _penalties(counts, factors, squares)
+            found = [(given * part).sum_to_size(a.shape) for a, part in zip(strengths, sums, strict=True)]
+        for_factors: list[Tensor | None] = []
+        for_matrices: list[Tensor | None] = []
+        shares = [2 * (given * strength) for strength in strengths]
+        twice = [share for share, count in zip(shares, counts, strict=True) for _ in range(count)]
+        parts = zip(twice, factors, matrices, squares, strict=True)
+        for at, (double, factor, w, square) in enumerate(parts, start=len(strengths)):
+            grown = 1 + factor
+            of_factor = of_w = None
+            if needs[at]:
+                of_factor = torch.outer(double, square) * grown
+            if needs[at + len(factors)]:
+                of_w = (double @ (grown * grown)).unsqueeze(1) * w
+            for_factors.append(of_factor)
+            for_matrices.append(of_w)
+        return (None, *found, *for_factors, *for_matrices, *[None] * len(squares))
+
+
+def _parted(counts: tuple[int, ...], tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], ...]:
+    """Strengths, factors, matrices, and the squares of their rows."""
+    first, size = len(counts), sum(counts)
+    return tensors[:first], *(tensors[first + i * size : first + (i + 1) * size] for i in range(3))
+
+
+def _penalties(counts: tuple[int, ...], factors: Sequence[Tensor], squares: Sequence[Tensor]) -> list[Tensor]:
+    """The sum of squares of each group, for each example."""
+    pairs = iter(zip(factors, squares, strict=True))
+    with _own_digits(squares[0].device.type):
+        found = []
+        for count in counts:
+            parts = [(1 + factor).square() @ square for factor, square in islice(pairs, count)]
+            found.append(parts[0] if count == 1 else torch.stack(parts).sum(0))
+    return found
+
+
+def _own_digits(device: str) -> AbstractContextManager[Any]:
+    """Without autocast: a sum of squares needs the digits of the weights."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()

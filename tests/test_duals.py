@@ -42,6 +42,12 @@ CASES = {
     "layer norm of two": lambda x: F.layer_norm(x, (4, 6), OTHER[0], None),
     "group norm": lambda x: F.group_norm(x, 2, CHANNEL, CHANNEL + 1),
     "plain group norm": lambda x: nn.GroupNorm(2, 4, affine=False)(x),
+    "plain layer norm": lambda x: F.layer_norm(x, (4, 6)),
+    "batch norm": lambda x: F.batch_norm(x, None, None, CHANNEL, CHANNEL + 1, True),
+    "plain batch norm": lambda x: nn.BatchNorm1d(4, affine=False).double()(x),
+    "batch norm of columns": lambda x: F.batch_norm(x[:, :, 0], None, None, CHANNEL, None, training=True, eps=0.1),
+    "batch norm of images": lambda x: F.batch_norm(x.unflatten(2, (2, 3)).mT, None, None, None, CHANNEL, True),
+    "batch norm as in eval mode": lambda x: F.batch_norm(x, CHANNEL, CHANNEL.abs(), CHANNEL, CHANNEL + 1, False),
 }
 
 

@@ -78,3 +78,14 @@ def test_the_evidence_is_that_of_the_page():
     ):
         mean, error = (round(float(number)) for number in re.findall(r"[\d.]+", shown[name]))
         assert re.search(rf"{mean} % ± {error}[,;]? ?{re.escape(text)}", flat), (name, mean, error)
+
+
+def test_the_table_of_ridge_is_that_of_the_runs():
+    """How many runs closed the gap, and how many diverged."""
+    printed = (RESULTS / "linear" / "splits" / "linear_ridge.txt").read_text(encoding="utf-8")
+    found = re.findall(
+        r"^(\w+): (\d+ of \d+) runs closed at least 90% of the excess loss, (\d+) diverged", printed, re.MULTILINE
+    )
+    section = TEXT.partition("<!-- ridge: begin -->")[2].partition("<!-- ridge: end -->")[0]
+    shown = [cells(line) for line in section.splitlines() if line.startswith("| `")]
+    assert shown == [[f"`{method}`", closed, diverged] for method, closed, diverged in found]

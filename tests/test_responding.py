@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from problems import SEEDS, assert_equal, randn
 
 from bilevel import l1, l2
+from bilevel.functional.penalties import weighted_l2
 from bilevel.responding import Responding, Rows
 
 SHAPES = st.sampled_from([(), (1,), (4,), (3, 1), (3, 5), (2, 3, 2), (4, 2, 3, 3)])
@@ -117,3 +118,28 @@ def test_the_sum_of_squares_of_a_weight_that_grows_can_be_differentiated_twice(s
         assert_equal(one.detach(), other.detach())
     with torch.no_grad():
         torch.testing.assert_close(l2([Responding("0.weight", weight, Rows(factor, weight))]), expected[0])
+
+
+def test_a_weighted_sum_of_weights_that_grow_in_all_its_derivatives():
+    """The function that a penalty of several weights is, against weights multiplied out; a row is zero."""
+    first, second, factor, other, strength = randn(0, (3, 4), (2, 5), (6, 3), (6, 2), (6,))
+    first[1] = 0.0
+    leaves = [leaf.requires_grad_() for leaf in (first, second, factor, other, strength, torch.tensor(0.3).double())]
+
+    def taken(first, second, factor, other, strength, number):
+        grown = [Responding("w", w, Rows(f, w)) for w, f in ((first, factor), (second, other), (second, other))]
+        return weighted_l2([strength, number], [[grown[0], grown[1]], [grown[2]]])
+
+    def expected(first, second, factor, other, strength, number):
+        one, two = (((1 + f)[:, :, None] * w).square().sum((1, 2)) for w, f in ((first, factor), (second, other)))
+        return strength * (one + two) + number * two
+
+    pairs = [(taken(*leaves), expected(*leaves))]
+    for _ in range(2):
+        found, wanted = (
+            torch.autograd.grad(sum(value.pow(2).sum() for value in values), leaves, create_graph=True)
+            for values in zip(*pairs, strict=True)
+        )
+        pairs = list(zip(found, wanted, strict=True))
+        for one, other_one in pairs:
+            assert_equal(one.detach(), other_one.detach())

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C import DisableTorchFunction
 
 from bilevel.dropouts.attention import attend, multi_head_attention
 from bilevel.functional.noise import alpha_drop, drop
@@ -114,13 +115,19 @@ def _alpha_features(input: Tensor, p: float = 0.5, training: bool = False, inpla
 
 
 def _run(function: Any, x: Tensor, shared_dims: Sequence[int], inplace: bool, rate: Tensor) -> Tensor:
+    with DisableTorchFunction():  # all but the product is no operation of the network, and modes take time
+        rate = _checked(x, shared_dims, rate)
+    result: Tensor = function(x, rate, shared_dims)
+    return x.copy_(result) if inplace else result
+
+
+def _checked(x: Tensor, shared_dims: Sequence[int], rate: Tensor) -> Tensor:
     if len(shared_dims) == x.ndim - 1 and x.ndim > 1 and rate.ndim and x.shape[:1] != rate.shape:
         raise NoExamples(
             f"dropout of the channels of one example, of shape {tuple(x.shape)}, in a batch of {len(rate)}: its rate "
             "cannot differ from example to example. Use bilevel.dropout_rates(net, shared=True)."
         )
-    result: Tensor = function(x, spread(rate, x), shared_dims)
-    return x.copy_(result) if inplace else result
+    return spread(rate, x)
 
 
 def _scaled_dot_product(*args: Any, **kwargs: Any) -> Call:

@@ -64,7 +64,9 @@ def alpha_dropout(
 
 def drop(x: Tensor, rate: Tensor, shared_dims: int | Sequence[int] = ()) -> Tensor:
     """:func:`dropout` with a rate that broadcasts to ``x`` already."""
-    return x * _mask(_mask_shape(x, shared_dims), rate, x)
+    with DisableTorchFunction():  # a mask is no operation of a network whose operations are followed
+        mask = _mask(_mask_shape(x, shared_dims), rate, x)
+    return x * mask
 
 
 def alpha_drop(x: Tensor, rate: Tensor, shared_dims: int | Sequence[int] = ()) -> Tensor:
@@ -98,7 +100,8 @@ def embedding_dropout(
     if not training:
         return vectors
     rate = align("embedding_dropout: rate", rate, vectors)
-    mask = _mask([len(tokens), size], rate.reshape(-1, 1) if rate.ndim else rate, vectors)
+    with DisableTorchFunction():
+        mask = _mask([len(tokens), size], rate.reshape(-1, 1) if rate.ndim else rate, vectors)
     return vectors * mask.gather(1, tokens.reshape(len(tokens), -1)).reshape(*tokens.shape, 1)
 
 
@@ -131,7 +134,9 @@ def drop_connect(weight: Tensor, rate: Tensor | float, *, training: bool = True)
             "Declare the hyperparameter with shared=True."
         )
     like = torch.empty(0, dtype=weight.dtype, device=device)
-    return weight * _mask(list(weight.shape), rate.to(device).detach(), like)
+    with DisableTorchFunction():
+        mask = _mask(list(weight.shape), rate.to(device).detach(), like)
+    return weight * mask
 
 
 def gaussian_noise(x: Tensor, scale: Tensor | float, *, training: bool = True) -> Tensor:
@@ -163,7 +168,10 @@ def _mask_shape(x: Tensor, shared_dims: int | Sequence[int]) -> list[int]:
 
 def _mask(shape: Sequence[int], rate: Tensor, like: Tensor) -> Tensor:
     """Zero with probability ``rate``, otherwise 1 / (1 - rate); without a gradient."""
-    with DisableTorchFunction():  # a mask is no operation of a network whose operations are followed
-        rate = rate.detach().to(torch.promote_types(like.dtype, torch.float32))
-        keep = torch.rand(list(shape), dtype=rate.dtype, device=like.device) >= rate
-        return (keep / (1 - rate).clamp_min(torch.finfo(rate.dtype).tiny)).to(like.dtype)
+    rate = rate.detach().to(torch.promote_types(like.dtype, torch.float32))
+    drawn = torch.rand(list(shape), dtype=rate.dtype, device=like.device)
+    rest = (1 - rate).clamp_min(torch.finfo(rate.dtype).tiny)
+    fits = rate.ndim <= drawn.ndim and all(a <= b for a, b in zip(rate.shape[::-1], drawn.shape[::-1], strict=False))
+    if fits and not torch._C._are_functorch_transforms_active():
+        return drawn.ge_(rate).div_(rest).to(like.dtype)
+    return ((drawn >= rate) / rest).to(like.dtype)  # one draw for several rates

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from bilevel.responding import Responding
+from bilevel.responding import Responding, grown_squares
 
 
 def l2(params: Mapping[str, Tensor] | Iterable[Tensor]) -> Tensor:
@@ -43,6 +43,26 @@ def l1(params: Mapping[str, Tensor] | Iterable[Tensor]) -> Tensor:
         tensor(3.)
     """
     return _total([w.l1() if isinstance(w, Responding) else w.abs().sum() for w in _tensors(params)])
+
+
+def weighted_l2(strengths: Sequence[Tensor], groups: Sequence[Sequence[Any]]) -> Tensor:
+    r"""The sum :math:`\sum_g a_g \|w_g\|^2` of squares of groups of weights, each with its strength.
+
+    Args:
+        strengths: Scalars, or one value per example.
+        groups: Entries of ``model.params``.
+
+    Returns:
+        What ``a * l2(group)`` adds up to; in fewer operations, if all weights grow.
+
+    Example:
+        >>> import torch
+        >>> weighted_l2([torch.tensor(0.5), torch.tensor(2.0)], [[torch.tensor([2.0])], [torch.ones(3)]])
+        tensor(8.)
+    """
+    if all(isinstance(w, Responding) and w.grows for group in groups for w in group):
+        return grown_squares(strengths, groups)
+    return _total([strength * l2(group) for strength, group in zip(strengths, groups, strict=True)])
 
 
 def _total(parts: list[Tensor]) -> Tensor:

@@ -27,6 +27,8 @@ def is_sharded(tensor: Any) -> bool:
         >>> is_sharded(torch.zeros(3))
         False
     """
+    if type(tensor) in (Tensor, nn.Parameter):
+        return False
     module = sys.modules.get("torch.distributed.tensor")  # if it was not imported, there is no such tensor
     return module is not None and isinstance(tensor, module.DTensor)
 

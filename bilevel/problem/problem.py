@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 from typing_extensions import override
 
 from bilevel.batches import count_examples, describe
@@ -22,6 +21,7 @@ from bilevel.problem.inner import check_kind, ties, trainable
 from bilevel.problem.loss import Loss, LossFunction, reduce
 from bilevel.problem.model import Model
 from bilevel.problem.repeats import Repeats
+from bilevel.problem.swapped import call_with
 from bilevel.problem.weight_norm import exact_weight_norm
 
 
@@ -248,12 +248,11 @@ class Problem:
         """
         if self.module is None:
             raise TypeError("the problem has no network to call.")
-        # functional_call could find the ties itself, at each call, which would double its time.
         tensors |= {twin: tensors[name] for twin, name in self._ties.items() if name in tensors}
         self._repeats.running += 1
         try:
             with self._dropouts.running():
-                return functional_call(self.module, tensors, args, kwargs, tie_weights=False)
+                return call_with(self.module, tensors, args, kwargs)
         finally:
             self._repeats.running -= 1
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch._C import DisableTorchFunction
 
 from bilevel.parallel import Group, Shards, whole
 from bilevel.problem.model import Model
@@ -54,7 +55,8 @@ class Variables(nn.Module):
         Returns:
             The live tensors, not copies.
         """
-        return {name: self.get_buffer(str(index)) for index, name in enumerate(self.buffer_names)}
+        # Not by get_buffer, which takes as long as a small operation.
+        return {name: cast(Tensor, self._buffers[str(index)]) for index, name in enumerate(self.buffer_names)}
 
     def model(
         self, params: Mapping[str, Tensor], *, buffers: dict[str, Tensor] | None = None, update_buffers: bool = False
@@ -88,14 +90,15 @@ class Variables(nn.Module):
             return None
 
         def predict(params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
-            live = self.buffer_values() if buffers is None else buffers
-            tensors = {**params, **{name: buffer.clone() for name, buffer in live.items()}}
+            with DisableTorchFunction():  # copies are no operations of the network, and modes take time
+                live = self.buffer_values() if buffers is None else buffers
+                tensors = {**params, **{name: buffer.clone() for name, buffer in live.items()}}
             copies = None if self.group is None else {name: tensors[name] for name in live}
             output = self.problem.call(tensors, args, kwargs)
             if update_buffers and copies is not None:
                 self._look_for_changes(live, copies, tensors)
             if update_buffers:
-                with torch.no_grad():
+                with DisableTorchFunction(), torch.no_grad():
                     for name, buffer in live.items():
                         if tensors[name].shape != buffer.shape:
                             raise ValueError(

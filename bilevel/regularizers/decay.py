@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from typing_extensions import override
 
-from bilevel.functional import l2
+from bilevel.functional.penalties import weighted_l2
 from bilevel.hyper import Hyper, positive
 from bilevel.regularizers.base import Regularizer
 
@@ -116,12 +116,8 @@ class WeightDecay(Regularizer):
         """The penalty; None if it is decoupled."""
         if self.decoupled:
             return None
-        total: Tensor | None = None
-        for name, weights in self.groups.items():
-            part = hyper[name] * l2([params[weight] for weight in weights])
-            total = part if total is None else total + part
-        assert total is not None
-        return total
+        groups = [[params[weight] for weight in weights] for weights in self.groups.values()]
+        return weighted_l2([hyper[name] for name in self.groups], groups)
 
 
 def _decays(net: nn.Module, name: str) -> bool:

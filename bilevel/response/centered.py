@@ -35,8 +35,8 @@ from bilevel.response.hypernetwork import Hypernetwork, HypernetworkResponse
 from bilevel.rng import Repeated
 from bilevel.structure import Held, Theta, at_center
 
-COPIES, PER_COPY, FEWEST = 4, 50, 8
-"""With many hyperparameters, up to so many examples of a batch share a perturbation, one more for each fifty of them,
+COPIES, PER_COPY, FEWEST = 4, 25, 8
+"""With many hyperparameters, up to so many examples of a batch share a perturbation, one more for each 25 of them,
 as long as so many different ones are left. Products with the response are then as many times smaller."""
 
 

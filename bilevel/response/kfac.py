@@ -52,9 +52,10 @@ class KFAC(Preconditioner, LinearSolver):
     All other weights, such as those of norms, embeddings, recurrent cells with weights of their own kind, and grouped
     convolutions, have the diagonal of :class:`bilevel.Diagonal`.
 
-    As a preconditioner, ``Implicit(CG(), preconditioner=KFAC())``, it changes no solution. As a solver,
-    ``Implicit(KFAC(damping=1e-2))``, it takes the approximation for the matrix: two backward passes and no iteration.
-    It promises no residual then and never warns; the report has the true one.
+    As a preconditioner, ``Implicit(CG(), preconditioner=KFAC())``, it changes no solution, and saves products unless
+    the network has fitted a few examples (:doc:`/lab/measured`). As a solver, ``Implicit(KFAC(damping=1e-2))``, it
+    takes the approximation for the matrix: two backward passes and no iteration. That is crude: it promises no residual
+    and never warns; the report has the true one.
 
     Attributes:
         probes: How many draws of signs are averaged. The signs are always the same ones.

@@ -203,7 +203,7 @@ class Guard:
 
     def is_finite(self) -> bool:
         """Whether the whole state is; waits for the device."""
-        return self._all_finite(self.step.look().tensors)
+        return self._all_finite(self.step.tensors())
 
     def _all_finite(self, tensors: Sequence[Tensor]) -> bool:
         """The same answer in all processes, also where each has a part of the tensors only."""
@@ -230,7 +230,7 @@ class Guard:
                 return name
         for name in solver.optimizers:
             params = len(solver.optimization.params[name])
-            if not self._all_finite(Snapshot(solver, [name], whole=False).look().tensors[params:]):
+            if not self._all_finite(Snapshot(solver, [name], whole=False).tensors()[params:]):
                 return f"what the optimizer of the {name} remembers"
         return None
 

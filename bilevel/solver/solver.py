@@ -302,7 +302,7 @@ class Solver:
         """  # noqa: DOC502
         with Waiting(), self.gathered():
             try:
-                self._finite.pending(self.inner_steps, self._finite.number(self.guard.step.look().tensors))
+                self._finite.pending(self.inner_steps, self._finite.number(self.guard.step.tensors()))
                 self.guard.checked()
             except NotFinite as bad:
                 self.guard.handle("inner", bad)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from bilevel.parallel import Division, is_sharded, local
 from bilevel.problem import Variables
@@ -66,6 +65,7 @@ class Snapshot:
         self._solver = solver
         self._names = names
         self._whole = whole
+        self._parts = list(solver.response.modules())
         self._copies: list[Tensor] = []
         self._view: View | None = None
         self._doubtful: tuple[View, list[Tensor]] | None = None
@@ -100,18 +100,17 @@ class Snapshot:
         return View(tensors, memory, rest)
 
     def tensors(self) -> list[Tensor]:
-        """The tensors of :meth:`look`, without the rest.
+        """The tensors of :meth:`look` alone, in less time.
 
         Returns:
             Live tensors.
         """
-        tensors, device = self.changed(), self._solver.vector.device
+        solver, found = self._solver, self.changed()
         for name in self._names:
-            for entry in self._solver.optimizers[name].state.values():
-                leaves = pytree.tree_leaves(entry)
-                live = [t for t in leaves if isinstance(t, Tensor) and not isinstance(t, nn.Parameter)]
-                tensors += [local(t.detach()) for t in live if is_sharded(t) or t.device == device]
-        return tensors
+            optimizer = solver.optimizers[name]
+            for value in (*optimizer.state.values(), *optimizer.param_groups):
+                _collect(value, solver.vector.device, found)
+        return found
 
     def changed(self) -> list[Tensor]:
         """Parameters and buffers, which are changed in place.
@@ -128,7 +127,8 @@ class Snapshot:
         Returns:
             Live tensors.
         """
-        return [local(buffer.detach()) for buffer in self._solver.response.buffers()]
+        seen = dict.fromkeys(b for part in self._parts for b in part._buffers.values() if b is not None)
+        return [local(buffer.detach()) for buffer in seen]
 
     def keep(self, view: View, buffers: Sequence[Tensor] | None = None, flag: Tensor | None = None) -> None:
         """Copy a view.
@@ -212,6 +212,18 @@ def _map(take: Callable[[Tensor], Any], value: Any) -> Any:
     if type(value) in (list, tuple, dict):
         return _nest(lambda part: _map(take, part), value)
     return copy.deepcopy(value)
+
+
+def _collect(value: Any, device: torch.device, found: list[Tensor]) -> None:
+    """Add the tensors of a nested value, without parameters and without what is elsewhere, such as step counters."""
+    for part in value.values() if isinstance(value, dict) else value:
+        if isinstance(part, Tensor):
+            if is_sharded(part):
+                found.append(local(part))
+            elif not isinstance(part, nn.Parameter) and part.device == device:
+                found.append(part.detach())
+        elif type(part) in (list, tuple, dict):
+            _collect(part, device, found)
 
 
 def _nest(function: Callable[[Any], Any], value: Any) -> Any:

@@ -7,9 +7,13 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C import DisableTorchFunction
 
+from bilevel.layouts import Layout
 from bilevel.responding import NoExamples
+from bilevel.structure.linear import LARGE
 from bilevel.structure.respond import Respond, rule
+from bilevel.structure.slopes import Slopes
 
 
 def _affine(
@@ -23,27 +27,44 @@ def _affine(
     trailing: int = 0,
 ) -> Tensor:
     """Scale and shift what a norm has normalised: its channels in dimension 1, or some trailing dimensions."""
-    input = mode.activation(input)
-    layout = mode.layout(input, function, weight, bias)
-    if layout.dim >= input.ndim - trailing if trailing else layout.dim > 0:
-        reason = f"on an input of shape {tuple(input.shape)}, whose dimension {layout.dim} counts the examples"
-        raise NoExamples(mode.refusal(mode.name(weight, bias), function, reason))
+    with DisableTorchFunction():  # nothing in here is for another mode, and modes take time
+        input = mode.activation(input)
+        layout = mode.layout(input, function, weight, bias)
+        if layout.dim >= input.ndim - trailing if trailing else layout.dim > 0:
+            reason = f"on an input of shape {tuple(input.shape)}, whose dimension {layout.dim} counts the examples"
+            raise NoExamples(mode.refusal(mode.name(weight, bias), function, reason))
     normal = norm(input)
-    free = [] if trailing else [1] * (normal.ndim - 2)
+    with DisableTorchFunction():
+        return _scaled(mode, normal, weight, bias, layout, [] if trailing else [1] * (normal.ndim - 2))
 
-    def placed(param: Tensor) -> Tensor:
+
+def _scaled(
+    mode: Respond, normal: Tensor, weight: Tensor | None, bias: Tensor | None, layout: Layout, free: list[int]
+) -> Tensor:
+    """Scaled and shifted, by the rules of dual numbers where responses are linearised."""
+
+    def placed(param: Tensor | None) -> Tensor | None:
+        if param is None or not mode.responds(param):
+            return None
         change = mode.change(param)
         return mode.placed(change.reshape(*change.shape, *free), layout, normal.ndim)
 
-    y = normal if weight is None else normal * weight.reshape(*weight.shape, *free)
-    y = y if bias is None else y + bias.reshape(*bias.shape, *free)
-    value, tangent = mode.split(y.to(normal.dtype))
-    return mode.join(
-        value,
-        tangent,
-        None if weight is None or not mode.responds(weight) else mode.split(normal)[0] * placed(weight),
-        None if bias is None or not mode.responds(bias) else placed(bias),
-    )
+    value, tangent = mode.split(normal)
+    factor, shift = placed(weight), placed(bias)
+    y, responses = value, [tangent]
+    if weight is not None:
+        scale, its_tangent = mode.split(weight.reshape(*weight.shape, *free))
+        responses = [None if tangent is None else tangent * scale, None if its_tangent is None else value * its_tangent]
+        y = value * scale
+    if bias is not None:
+        offset, its_tangent = mode.split(bias.reshape(*bias.shape, *free))
+        responses.append(its_tangent)
+        y = y + offset
+    y = y.to(value.dtype)
+    if mode.slope_only and factor is not None and y.numel() >= LARGE:
+        spread: Tensor = Slopes.apply(y, value, factor, shift)
+        return spread
+    return mode.join(y, *responses, None if factor is None else value * factor, shift)
 
 
 @rule(F.layer_norm)

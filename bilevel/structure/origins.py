@@ -56,6 +56,9 @@ class Origins:
             arguments: Its arguments, without their nesting.
             result: A tensor, several, or something else.
         """
+        if type(result) is Tensor and not self._constant and _is_real(result):  # which is what most operations do
+            if any(isinstance(x, Tensor) and _is_real(x) for x in arguments):
+                return
         tensors = [x for x in arguments if isinstance(x, Tensor)]
         if not tensors and function not in RANGES:
             return

@@ -22,11 +22,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch._C import DisableTorchFunction
-from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
+from bilevel.duals import join, unpack
 from bilevel.layouts import FIRST, Layout, Layouts
 from bilevel.responding import NoExamples, NoRule, Rows
 from bilevel.structure.by_example import SMALL, by_example, is_mapped
@@ -37,7 +37,7 @@ Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}
 """The rule of every operation that may take a responding weight: ``rule(mode, function, *args, **kwargs)``."""
 
-READS = (
+READS = frozenset((
     Tensor.size,
     Tensor.dim,
     Tensor.numel,
@@ -51,7 +51,7 @@ READS = (
     torch.is_floating_point,
     torch.is_complex,
     torch.numel,
-)
+))
 """What may be asked about a responding weight, because it does not depend on its values."""
 
 DERIVATIVES = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
@@ -59,6 +59,9 @@ DERIVATIVES = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 
 FLAT = frozenset({Tensor, nn.Parameter, bool, int, float, str, type(None), torch.dtype, torch.device})
 """What holds no tensors inside."""
+
+SEQUENCES = frozenset({tuple, list, torch.Size})
+"""What most often holds other arguments."""
 
 PROPERTIES = frozenset(getattr(Tensor, name).__get__ for name in ("shape", "ndim", "dtype", "device", "requires_grad"))
 """What any tensor may be asked, and most often is."""
@@ -89,9 +92,16 @@ def rule(*functions: Any) -> Callable[[R], R]:
 
 
 def _leaves(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """All arguments without their nesting; most often there is none, which is quickly seen."""
-    flat = [*args, *kwargs.values()]
-    return flat if all(type(x) in FLAT for x in flat) else pytree.tree_leaves((args, kwargs))
+    """All arguments without their nesting; most often there is little, which is quickly seen."""
+    flat: list[Any] = []
+    for x in (*args, *kwargs.values()):
+        if type(x) in FLAT:
+            flat.append(x)
+        elif type(x) in SEQUENCES and all(type(y) in FLAT for y in x):
+            flat += x
+        else:
+            return pytree.tree_leaves((args, kwargs))
+    return flat
 
 
 class Respond(TorchFunctionMode):
@@ -129,6 +139,8 @@ class Respond(TorchFunctionMode):
         if func in PROPERTIES:
             return func(*args)
         kwargs = kwargs or {}
+        if func in READS:
+            return func(*args, **kwargs)
         if self.linearized and func in DERIVATIVES:
             raise NoRule(
                 "the network computes derivatives itself (torch.autograd.grad inside forward), which delta_stn cannot "
@@ -144,7 +156,7 @@ class Respond(TorchFunctionMode):
                 self.origins.follow(func, leaves, result)
                 self.layouts.follow(func, args, kwargs, leaves, result)
             return result
-        reads = func in READS or getattr(func, "__name__", "") == "__get__"
+        reads = getattr(func, "__name__", "") == "__get__"
         result = func(*args, **kwargs) if reads else None
         if not reads or isinstance(result, Tensor):  # .is_leaf may be read; .T needs a rule
             result = self._ruled(func, args, kwargs, leaves, name)
@@ -247,8 +259,7 @@ class Respond(TorchFunctionMode):
         """
         if not self.linearized:
             return x, None
-        pair = forward_ad.unpack_dual(x)
-        return pair.primal, pair.tangent
+        return unpack(x)
 
     def join(self, value: Tensor, *responses: Tensor | None) -> Tensor:
         """Add responses to a value, or keep them as its tangent.
@@ -262,11 +273,8 @@ class Respond(TorchFunctionMode):
                 total = response if total is None else total + response
         if total is None:
             return value
-        total = total.to(value.dtype)  # which is that of autocast where it is on
-        if not self.linearized:
-            return value + total
-        dual: Tensor = forward_ad.make_dual(value, total.expand_as(value))
-        return dual
+        # In the precision of autocast where it is on.
+        return join(value, total) if self.linearized else value + total.to(value.dtype)
 
     def spread(self, weight: Tensor) -> bool:
         """Whether dimension 0 of a weight has one entry, or the same one for every example, as a class token has."""

@@ -11,12 +11,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from typing_extensions import override
 
 from bilevel.responding import Function
 
 PIECE = 2**16
 """So many numbers stay in the cache of a processor between a product and its sum."""
+LARGE, SEVERAL = 2**20, 2
+"""So many numbers of a matrix product are written at once, and so many times more are worth the calls."""
 
 
 def row_products(left: Tensor, right: Tensor) -> Tensor:
@@ -82,7 +85,7 @@ class Parts(Function):
             parts = [_folded(part, len(rows)) for part in parts]
         if rows.shape[1] < len(rows):
             return None, torch.cat([rows.T @ part for part in parts], dim=1), None, None, None, None
-        return None, rows.T @ torch.cat(parts, dim=1), None, None, None, None
+        return None, _product(rows, torch.cat(parts, dim=1)), None, None, None, None
 
 
 def distinct(examples: int, copies: int) -> int:
@@ -92,6 +95,19 @@ def distinct(examples: int, copies: int) -> int:
         Their number.
     """
     return -(-examples // copies)
+
+
+def _product(rows: Tensor, matrix: Tensor) -> Tensor:
+    """The product ``rows.T @ matrix``; on a CPU, a large one in pieces, which takes two thirds of the time."""
+    hyper, units = rows.shape[1], matrix.shape[1]
+    plain = torch.is_grad_enabled() or get_proxy_mode() is not None or matrix.device.type != "cpu"
+    if plain or hyper * units < SEVERAL * LARGE:
+        return rows.T @ matrix
+    product = matrix.new_empty(hyper, units)
+    step = max(1, LARGE // units)
+    for start in range(0, hyper, step):
+        torch.mm(rows[:, start : start + step].T, matrix, out=product[start : start + step])
+    return product
 
 
 def _folded(part: Tensor, rows: int) -> Tensor:

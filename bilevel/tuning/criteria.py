@@ -185,18 +185,23 @@ def cross_entropy(
     if not target.is_floating_point() and target.shape != (*logits.shape[:1], *logits.shape[2:]):
         if target.shape == logits.shape[:-1]:
             logits = logits.movedim(-1, 1)
-    values = F.cross_entropy(logits, target, weight=weight, ignore_index=ignore_index, reduction="none")
     classes = not target.is_floating_point()
     kept = (target != ignore_index) if classes else None
+    if torch.is_autocast_enabled(logits.device.type):  # which takes the cross entropy in single precision
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    log_p = F.log_softmax(logits, 1)
+    if classes:
+        values = F.nll_loss(log_p, target, weight=weight, ignore_index=ignore_index, reduction="none")
+    else:
+        values = F.cross_entropy(logits, target, weight=weight, reduction="none")
     if isinstance(label_smoothing, Tensor) or label_smoothing != 0:
-        log_p = F.log_softmax(logits, 1)
         if weight is not None:
             log_p = log_p * weight.to(log_p).reshape(-1, *[1] * (log_p.ndim - 2))
-        even = -log_p.mean(1)
+        even = log_p.mean(1)
         even = even if kept is None else torch.where(kept, even, 0.0)
         s = align("label_smoothing", label_smoothing, values)
-        values = (1 - s) * values + s * even
-    total = values.unsqueeze(-1).flatten(1).sum(1) * len(values)
+        values = values - s * (values + even)
+    total = (values if values.ndim == 1 else values.flatten(1).sum(1)) * len(values)
     if reduction == "sum":
         return total
     if kept is None:

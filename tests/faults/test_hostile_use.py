@@ -77,6 +77,8 @@ GROUPS = [
     pytest.param(signal.SIGINT, "fork", marks=pytest.mark.slow),
     pytest.param(signal.SIGTERM, "spawn", marks=pytest.mark.slow),
     pytest.param(signal.SIGINT, "spawn", marks=pytest.mark.slow),
+    pytest.param(signal.SIGTERM, "forkserver", marks=pytest.mark.slow),
+    pytest.param(signal.SIGINT, "forkserver", marks=pytest.mark.slow),
 ]
 
 
@@ -184,6 +186,7 @@ class TestErrors:
         assert load(file)["rounds"] in (2, 4)  # the second may have waited for the first to reach the disk
         assert_same(result(run("implicit_identity", file)), result(run("implicit_identity")))
 
+    @pytest.mark.filterwarnings("ignore:This DataLoader will create")  # on a machine with one core
     @pytest.mark.parametrize(("number", "context"), GROUPS)
     def test_a_signal_to_all_processes_of_a_job_loses_nothing(self, tmp_path, number, context):
         """As schedulers send it; the workers of the loaders die of it."""

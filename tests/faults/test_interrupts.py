@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from examples import assert_same, batches, differs, for_outer_step, make_problem, make_solver, network, shortened
-from faulty import count, tally
+from faulty import tally
 from torch import nn
 
 import bilevel
@@ -101,8 +101,8 @@ def test_a_step_is_whole(method, level):
 @pytest.mark.slow
 @pytest.mark.parametrize("level", ["inner", "outer"])
 @pytest.mark.parametrize("method", METHODS)
-def test_a_step_is_whole_at_every_line(method, level):
-    seen = check(method, level, count(1, 5))
+def test_a_step_is_whole_at_many_lines(method, level):
+    seen = check(method, level, 41)
     tally("Ctrl-C at a line of a step, which was whole or had not begun", sum(seen.values()))
     assert seen["after"] > 3
     assert seen["before"] > 3

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import bilevel
-from bilevel.structure import by_rows, linear
+from bilevel.structure import by_rows, linear, slopes
 from bilevel.structure.slopes import PIECE, Both, Held, Parts, Slopes, distinct, row_products
 
 F64 = torch.float64
@@ -113,7 +113,7 @@ def test_the_two_passes_of_a_step_make_one_gradient_of_the_response(monkeypatch,
     found, products = [], []
     for few in (0, by_rows.FEW):
         monkeypatch.setattr(by_rows, "FEW", few)
-        problem = many_decays(50, net)
+        problem = many_decays(40, net)
         response = method.bind(problem)
         factor = response.theta.gate.factor
         factor.data = 0.1 * draw(*factor.shape)
@@ -162,7 +162,7 @@ def test_examples_share_perturbations_of_many_hyperparameters():
         rows = distinct(examples, copies)
         assert torch.equal(noise, noise[:rows].repeat(copies, 1)[:examples])
         assert len(noise.unique(dim=0)) == rows and abs(float(noise.std()) - 0.3) < 0.02
-    few = bilevel.DeltaSTN().bind(many_decays(99))
+    few = bilevel.DeltaSTN().bind(many_decays(49))
     assert few._copies(64) == 1 and bilevel.DeltaSTN(control=False).bind(problem)._copies(64) == 1
     assert bilevel.DeltaSTN(perturb="batch").bind(problem)._copies(None) == 1
 
@@ -185,6 +185,14 @@ def test_a_step_with_copies_has_the_gradients_of_a_step_without(monkeypatch):
         found.append(total)
     torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
     assert found[0].abs().max() > 1e-4
+
+
+@given(st.integers(1, 5), st.integers(1, 40), st.integers(1, 6))
+def test_a_product_in_pieces_is_the_product(rows, hyper, units):
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(slopes, "LARGE", 7)
+        left, right = draw(rows, hyper), draw(rows, units, seed=1)
+        torch.testing.assert_close(slopes._product(left, right), left.T @ right, rtol=1e-12, atol=1e-12)
 
 
 def many_decays(size, net=None):
