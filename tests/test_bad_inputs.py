@@ -736,7 +736,11 @@ STATES = [
         r"state\['vector'\] is a list of 1, this solver has torch.float32 \(1,\)",
     ),
     ("response", lambda: changed("response", None), r"state\['response'\] has NoneType, this solver has entries"),
-    ("a parameter too many", with_a_parameter_too_many, r"does not fit this solver: .*doesn't match the size"),
+    (
+        "a parameter too many",
+        with_a_parameter_too_many,
+        r"does not fit this solver: .*\['params'\] is a list of 2, not a .* 1",
+    ),
     ("counts", lambda: changed("inner_steps", "2"), r"state\['inner_steps'\] must be an integer, got str: '2'"),
     (
         "random state",

@@ -178,7 +178,7 @@ class Staged:
         """The same, if it can be compiled; without a warning.
 
         Args:
-            inputs: As in :meth:`__call__`.
+            inputs: As in a call.
 
         Returns:
             What the stage returns, or None.

@@ -22,17 +22,17 @@ def mend(
     """Replace each place that its page does not have by the one whose name ends alike."""
     if not pagename.startswith("_modules/"):
         return
-    places: dict[str, set[str]] = {}
+    places: dict[str, dict[str, str]] = {}
     for name, entry in app.env.domains.python_domain.objects.items():
-        places.setdefault(entry.docname, set()).add(name)
+        places.setdefault(entry.docname, {})[name] = entry.node_id  # of an alias, that of the name on the page
 
     def replaced(link: re.Match[str]) -> str:
         start, page, middle, name = link.groups()
-        known = places.get(page, set())
+        known = places.get(page, {})
         parts = name.split(".")
         ends = ["." + ".".join(parts[first:]) for first in range(1, len(parts))]
         found = [name] if name in known else [other for end in ends for other in known if other.endswith(end)]
-        return f'{start}{page}{middle}{found[0] if found else name}"'
+        return f'{start}{page}{middle}{known[found[0]] if found else name}"'
 
     context["body"] = LINK.sub(replaced, context["body"])
 
