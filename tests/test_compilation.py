@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bilevel.compilation import MAX_KINDS, Later, OfModule, Staged
-from bilevel.compilation.staged import _close, _quick_products
+from bilevel.compilation.staged import _close
 
 X = torch.linspace(-1, 1, 6, dtype=torch.float64)
 V = torch.linspace(2, 3, 6, dtype=torch.float64)
@@ -295,23 +295,6 @@ def test_autocast_is_part_of_the_kind():
 )
 def test_the_first_results_are_compared_with_the_uncompiled_ones(found, expected, same):
     assert _close([found], [expected]) is same
-
-
-def test_large_products_are_left_to_another_library():
-    """The same numbers to rounding, from any layout; small products and other dtypes stay."""
-    names = []
-
-    def backend(graph, inputs):
-        _quick_products(graph, inputs)
-        names.extend(str(node.target) for node in graph.graph.nodes)
-        return graph
-
-    for dtype, rows, quick in ((torch.float32, 128, True), (torch.float32, 2, False), (torch.float64, 128, False)):
-        a, b = torch.randn(rows, 200, dtype=dtype), torch.randn(100, 200, dtype=dtype)
-        names.clear()
-        found = staged(lambda a, b: ([a @ b.T, (a.T @ a), a.exp() @ b.T], []), backend)(a, b)[0]
-        torch.testing.assert_close(found, [a @ b.T, a.T @ a, a.exp() @ b.T], rtol=1e-5, atol=1e-4)
-        assert any("mkldnn" in name for name in names) == (quick and torch.backends.mkldnn.is_available())
 
 
 def test_rounding_that_grows_is_no_difference():

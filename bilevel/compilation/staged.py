@@ -21,8 +21,6 @@ _LOG = logging.getLogger("bilevel")
 MAX_KINDS = 8
 """How many kinds of inputs are compiled; further ones run as they are."""
 LEAVES = (Tensor, torch.nn.Parameter, bool, int, float, str)
-LARGE = 4e6
-"""Products of matrices with more operations are left to oneDNN, which takes longer to begin and is faster then."""
 
 
 def inductor(graph: fx.GraphModule, inputs: list[Tensor], *, host: bool = True) -> Callable[..., Any]:
@@ -39,7 +37,6 @@ def inductor(graph: fx.GraphModule, inputs: list[Tensor], *, host: bool = True) 
     import torch._inductor.config  # takes seconds
 
     _keep_products(graph)
-    _quick_products(graph, inputs)
     with torch._inductor.config.patch(fallback_random=True, cpp_wrapper=not host):
         compiled: Any = torch._inductor.compile(graph, [*inputs])
     # Without the guard against being traced itself, which nothing here does.
@@ -59,28 +56,6 @@ def inductor_in_cpp(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[...
         except Exception as error:
             _LOG.info("no C++ wrapper: %s", error)
     return inductor(graph, inputs)
-
-
-def _quick_products(graph: fx.GraphModule, inputs: list[Tensor]) -> None:
-    """Leave large products of matrices in single precision on a CPU to oneDNN, as PyTorch does in half precision."""
-    if not torch.backends.mkldnn.is_available():
-        return
-    aten = torch.ops.aten
-    given = dict(zip(graph.graph.find_nodes(op="placeholder"), inputs, strict=True))
-    for node in graph.graph.find_nodes(op="call_function", target=aten.mm.default):
-        values = [given.get(part, part.meta.get("val")) for part in node.args]
-        if not all(isinstance(v, Tensor) and v.device.type == "cpu" and v.dtype == torch.float32 for v in values):
-            continue
-        (rows, inner), (_, columns) = (value.shape for value in values)
-        if 2 * rows * inner * columns < LARGE:
-            continue
-        with graph.graph.inserting_before(node):
-            turned = graph.graph.call_function(aten.t.default, (node.args[1],))
-            arguments: tuple[Any, ...] = (node.args[0], turned, None, "none", [], "")
-            product = graph.graph.call_function(torch.ops.mkldnn._linear_pointwise.default, arguments)
-            node.replace_all_uses_with(product)
-        graph.graph.erase_node(node)
-    graph.recompile()
 
 
 def _keep_products(graph: fx.GraphModule) -> None:
