@@ -31,28 +31,11 @@ from bilevel.layouts import FIRST, Layout, Layouts
 from bilevel.responding import NoExamples, NoRule, Rows
 from bilevel.structure.by_example import SMALL, by_example, is_mapped
 from bilevel.structure.origins import Origins
-from bilevel.structure.weights import Term, Weight
+from bilevel.structure.weights import READS, Term, Weight
 
 Rule = Callable[..., Any]
 RULES: dict[Any, Rule] = {}
 """The rule of every operation that may take a responding weight: ``rule(mode, function, *args, **kwargs)``."""
-
-READS = frozenset((
-    Tensor.size,
-    Tensor.dim,
-    Tensor.numel,
-    Tensor.nelement,
-    Tensor.stride,
-    Tensor.element_size,
-    Tensor.is_contiguous,
-    Tensor.is_floating_point,
-    Tensor.is_complex,
-    Tensor.__len__,
-    torch.is_floating_point,
-    torch.is_complex,
-    torch.numel,
-))
-"""What may be asked about a responding weight, because it does not depend on its values."""
 
 DERIVATIVES = (torch.autograd.grad, torch.autograd.backward, Tensor.backward)
 """What does not see a response that is kept as a tangent beside a value."""

@@ -4,10 +4,28 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 Term = tuple[Tensor, Tensor]
 """A factor and a template."""
+
+READS = frozenset((
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.nelement,
+    Tensor.stride,
+    Tensor.element_size,
+    Tensor.is_contiguous,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.__len__,
+    torch.is_floating_point,
+    torch.is_complex,
+    torch.numel,
+))
+"""What may be asked about a responding weight, because it does not depend on its values."""
 
 
 class Weight(NamedTuple):
