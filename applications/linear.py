@@ -13,6 +13,8 @@ outer step on the whole validation set; 100 inner steps of warm-up; a perturbati
   python -m applications linear --problem ridge --decouple     # STN, then centered, then with the new objective
   python -m applications linear --splits 0 1 2 3 4 --above 3   # split after split, each from λ* + 3
   python -m applications linear --out FOLDER --data DIR --figure ridge.png   # draw a run again
+
+A command that was stopped goes on when it is given again: runs that are in --out are not made again.
 """
 
 from __future__ import annotations
@@ -221,7 +223,8 @@ def main(options: argparse.Namespace) -> None:
     write(options.out / f"{stem}_environment.json", environment(device))
     panels: list[Panel] = []
     started = time.perf_counter()
-    for panel in make_panels(options, splits, fitting, str(device)):
+    kept = Kept(options.out / f"{stem}_runs.jsonl", options, str(device))
+    for panel in make_panels(options, splits, fitting, str(device), kept):
         panels.append(panel)
         text.append("\n" + table(panel))
         tqdm.write(text[-1])
@@ -232,6 +235,7 @@ def main(options: argparse.Namespace) -> None:
         found = {"settings": settings, "splits": [summary(panel) for panel in panels]}
         write(options.out / f"{stem}_summary.json", found)
         draw(panels, options.out / f"{stem}.png")
+    kept.path.unlink(missing_ok=True)
     print("\n".join([*end, "", f"{time.perf_counter() - started:.0f} s; see {options.out / stem}.png"]))
 
 
@@ -298,10 +302,46 @@ def draw_again(folder: Path, data: Path | None, figure: Path) -> None:
     draw(panels, figure)
 
 
+class Kept:
+    """The runs that a command has made so far, one line each, so that it can go on after it was stopped."""
+
+    def __init__(self, path: Path, options: argparse.Namespace, device: str) -> None:
+        """Read what is there."""
+        self.path = path
+        names = ("problem", "undivided", "rounds", "batch_size", "learning_rates", "above")
+        self._common = {name: getattr(options, name) for name in names} | {"device": device}
+        self._common |= {"bilevel": bilevel.__version__, "torch": torch.__version__}
+        self._values: dict[str, list[float]] = {}
+        for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else []:
+            try:
+                row = json.loads(line)
+                self._values[row["run"]] = row["values"]
+            except (ValueError, TypeError, KeyError):
+                continue  # it was being written when the command was stopped
+
+    def name(self, split: Split, method: str, seed: int) -> str:
+        """What makes a run the run it is."""
+        own = {"split": split.name, "split_seed": split.seed, "method": method, "seed": seed}
+        return json.dumps({**own, **self._common}, sort_keys=True)
+
+    def get(self, split: Split, method: str, seed: int) -> Run | None:
+        """A run that has been made."""
+        values = self._values.get(self.name(split, method, seed))
+        return None if values is None else Run(method, seed, np.array(values, dtype=np.float64))
+
+    def add(self, split: Split, run: Run) -> None:
+        """Write a run down, unless it is there."""
+        row = {"run": self.name(split, run.method, run.seed), "values": run.values.tolist()}
+        if row["run"] in self._values:
+            return
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write("\n" + json.dumps(row))  # a line that was cut off does not spoil this one
+
+
 def make_panels(
-    options: argparse.Namespace, splits: Iterable[Split], methods: Iterable[str], device: str
+    options: argparse.Namespace, splits: Iterable[Split], methods: Sequence[str], device: str, kept: Kept
 ) -> Iterator[Panel]:
-    """Run all methods with all seeds.
+    """Run all methods with all seeds, but for the runs that are there already.
 
     Yields:
         What they did, split by split.
@@ -320,22 +360,26 @@ def make_panels(
             learning_rates=options.learning_rates,
             device=device,
         )
-        runs: list[Callable[[], Run]] = [
-            partial(one, method=method, seed=seed) for method in methods for seed in range(options.seeds)
+        runs: list[Run | Callable[[], Run]] = [
+            kept.get(split, method, seed) or partial(one, method=method, seed=seed)
+            for method in methods
+            for seed in range(options.seeds)
         ]
-        jobs.append((panel, runs))
+        jobs.append((split, panel, runs))
     with ExitStack() as stack:
         if options.workers > 1:
             # A fork of a process in which torch has threads may hang.
             pool = ProcessPoolExecutor(options.workers, mp_context=multiprocessing.get_context("spawn"))
             stack.callback(pool.shutdown, cancel_futures=True)
-            jobs = [(panel, [pool.submit(run).result for run in runs]) for panel, runs in jobs]
-        total = sum(len(runs) for _, runs in jobs)
+            for *_, runs in jobs:
+                runs[:] = [run if isinstance(run, Run) else pool.submit(run).result for run in runs]
+        total = sum(len(runs) for *_, runs in jobs)
         bar = stack.enter_context(tqdm(total=total, unit="run", disable=True if options.quiet else None))
-        for panel, runs in jobs:
+        for split, panel, runs in jobs:
             done = []
             for run in runs:
-                done.append(run())
+                done.append(run if isinstance(run, Run) else run())
+                kept.add(split, done[-1])
                 bar.update()
             yield panel(done)
 

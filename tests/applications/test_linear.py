@@ -492,6 +492,35 @@ def test_no_split_with_an_optimum_inside_is_an_error(tmp_path):
         main(["linear", "--splits", str(bad), "--out", str(tmp_path)])
 
 
+def test_a_command_that_was_stopped_goes_on(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    pytest.importorskip("sklearn")
+    command = ["linear", "--methods", "delta_stn", "unrolled", "--seeds", "2", "--rounds", "12", "--quiet"]
+    main([*command, "--out", str(tmp_path / "whole")])
+    made = []
+
+    def stopped(split, problem, method, *, seed, **options):
+        made.append((method, seed))
+        if len(made) in (4, 6):
+            raise KeyboardInterrupt
+        return tune(split, problem, method, seed=seed, **options)
+
+    tune = linear.tune
+    monkeypatch.setattr(linear, "tune", stopped)
+    with pytest.raises(SystemExit, match="interrupted"):
+        main([*command, "--out", str(tmp_path / "parts")])
+    kept = tmp_path / "parts" / "linear_ridge_runs.jsonl"
+    kept.write_text(kept.read_text(encoding="utf-8")[:-9], encoding="utf-8")  # killed while it was writing
+    with pytest.raises(SystemExit, match="interrupted"):
+        main([*command, "--rounds", "6", "--out", str(tmp_path / "parts")])
+    assert len(made) == 6, "a run of another length is another run"
+    main([*command, "--out", str(tmp_path / "parts")])
+    assert made[6:] == [("unrolled", 0), ("unrolled", 1)]
+    assert not kept.exists()
+    whole, parts = ((tmp_path / name / "linear_ridge.csv").read_bytes() for name in ("whole", "parts"))
+    assert whole == parts
+
+
 def test_workers_change_no_result(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     pytest.importorskip("sklearn")
