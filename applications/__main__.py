@@ -171,6 +171,7 @@ def add_study(commands: Any) -> None:
         )
         one.add_argument("--seeds", nargs="+", type=int, default=[0], help="a run for each (default: 0)")
         one.add_argument("--epochs", type=int, help="of every run (default: those of the preset)")
+        one.add_argument("--limit", type=int, help="training examples of every run (default: those of the preset)")
         one.add_argument("--preset", default="quick", help="settings of the task (default: %(default)s)")
         one.add_argument("--data", type=Path, help="folder of the datasets (default: small generated data)")
         one.add_argument("--device", default="auto", help="cpu, cuda, mps, ... (default: the best there is)")
@@ -189,9 +190,9 @@ def make_study(options: argparse.Namespace) -> None:
     task = TASKS[options.task]
     if options.preset not in task.presets:
         raise ValueError(f"--preset must be one of {', '.join(task.presets)} for {task.name}, got {options.preset}.")
-    settings = task.presets[options.preset]
-    if options.epochs is not None:
-        settings = dataclasses.replace(settings, epochs=options.epochs)
+    given = {"epochs": options.epochs, "limit": options.limit}
+    given = {name: value for name, value in given.items() if value is not None}
+    settings = dataclasses.replace(task.presets[options.preset], **given)
     out = options.out or Path("studies") / f"{options.study.name}-{task.name}"
     if options.data is None:
         print("no --data: this is a study on small generated data.", flush=True)

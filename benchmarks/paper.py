@@ -5,7 +5,7 @@
     python benchmarks/paper.py --list
 
 Every run is a command of ``python -m applications``, which is printed. Its folder is ``runs/paper/NAME``; what is worth keeping
-of it (settings, environment, history, summary, trials) is copied to ``docs/results/runs/NAME`` when it has ended. A run that is
+of it (settings, environment, history, summary, trials) is copied to ``docs/results/NAME`` when it has ended. A run that is
 there already is not made again, and one that was stopped goes on: give the same command.
 
 What was cut to fit: MNIST has 10,000 training images, on which fixed hyperparameters overfit from epoch 15 on. A search trains for as
@@ -17,14 +17,13 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-KEPT = ("settings.json", "environment.json", "history.csv", "summary.json", "trials.csv")
+KEPT = ("settings.json", "environment.json", "history.csv", "summary.json", "trials.csv", "table.md", "results.csv")
 MNIST = "mnist --preset width400 --limit 10000"
 FASHION = "fashion --preset paper --limit 20000 --epochs 20"
 ALEXNET = "alexnet --preset quick --limit 5000 --epochs 100"
@@ -38,35 +37,43 @@ def commands() -> Iterator[tuple[str, str]]:
     tuned = ("delta_stn", "stn", "delta_stn_paper", "centered_stn")
     for seed in range(3):
         for method in ("fixed", *tuned):
-            yield f"mnist-{method}-{seed}", f"{MNIST} --method {method} --seed {seed}"
-        yield f"mnist-random_search-{seed}", f"{MNIST} --method random_search {SIX} --seed {seed}"
-        yield f"mnist-tpe-{seed}", f"{MNIST} --method tpe {TEN} --seed {seed}"
+            yield f"runs/mnist-{method}-{seed}", f"{MNIST} --method {method} --seed {seed}"
+        yield f"runs/mnist-random_search-{seed}", f"{MNIST} --method random_search {SIX} --seed {seed}"
+        yield f"runs/mnist-tpe-{seed}", f"{MNIST} --method tpe {TEN} --seed {seed}"
+    small = "--task mnist --preset width400 --limit 10000 --epochs 60 --methods delta_stn stn delta_stn_paper"
+    yield "studies/scale", f"study scale {small} --values 0.1 0.3 0.5 1 2"
+    yield "studies/initial", f"study initial {small} --values 0.05 0.4 0.8"
     for seed in range(2):
         for method in ("fixed", "delta_stn", "stn", "delta_stn_paper"):
-            yield f"fashion-{method}-{seed}", f"{FASHION} --method {method} --seed {seed}"
+            yield f"runs/fashion-{method}-{seed}", f"{FASHION} --method {method} --seed {seed}"
         search = f"{FASHION} --method random_search --trials 3 --pruner none --seed {seed}"
-        yield f"fashion-random_search-{seed}", search
+        yield f"runs/fashion-random_search-{seed}", search
     for method in ("fixed", "delta_stn", "stn"):
-        yield f"alexnet-{method}-0", f"{ALEXNET} --method {method}"
-    yield "alexnet-random_search-0", f"{ALEXNET} --method random_search --trials 3 --pruner none"
+        yield f"runs/alexnet-{method}-0", f"{ALEXNET} --method {method}"
+    yield "runs/alexnet-random_search-0", f"{ALEXNET} --method random_search --trials 3 --pruner none"
     for method in ("fixed", "delta_stn", "stn"):
-        yield f"ptb-{method}-0", f"{PTB} --method {method}"
+        yield f"runs/ptb-{method}-0", f"{PTB} --method {method}"
 
 
 def make(name: str, arguments: str, *, data: Path, kept: Path, work: Path) -> None:
     """Run one command, or go on with it, and keep what it left."""
     out = work / name
-    task, rest = arguments.split(" ", 1)
-    shown = f"python -m applications {task} {rest} --data DIR --out {out} --device cpu --quiet"
+    shown = f"python -m applications {arguments} --data DIR --out {out} --device cpu --quiet"
     print(shown, flush=True)
     command = [sys.executable, *shlex.split(shown.replace("DIR", shlex.quote(str(data))))[1:]]
     done = subprocess.run(command, cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False)
-    if not (ROOT / out / "history.csv").exists():
-        sys.exit(f"{name} left no history: it ended with code {done.returncode}.")
-    (kept / name).mkdir(parents=True, exist_ok=True)
-    for file in KEPT:
-        if (ROOT / out / file).exists():
-            shutil.copyfile(ROOT / out / file, kept / name / file)
+    found = [path for path in (ROOT / out).rglob("*") if path.name in KEPT]
+    if not found:
+        sys.exit(f"{name} left nothing: it ended with code {done.returncode}.")
+    for path in found:
+        target = kept / name / path.relative_to(ROOT / out)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(path.read_text(encoding="utf-8").replace(str(data), "DIR"), encoding="utf-8")
+
+
+def over(folder: Path) -> bool:
+    """Whether a run, or a study of several, has come to its end."""
+    return (folder / "summary.json").exists() or (folder / "table.md").exists()
 
 
 def main() -> None:
@@ -74,14 +81,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="folder of the datasets")
     parser.add_argument("--only", nargs="+", default=[""], help="beginnings of names")
-    parser.add_argument("--kept", type=Path, default=ROOT / "docs/results/runs", help="where results are kept")
+    parser.add_argument("--kept", type=Path, default=ROOT / "docs/results", help="where results are kept")
     parser.add_argument("--work", type=Path, default=Path("runs/paper"), help="where runs are made")
     parser.add_argument("--list", action="store_true", help="print the commands that are missing, and end")
     options = parser.parse_args()
     missing = [
         (name, arguments)
         for name, arguments in commands()
-        if name.startswith(tuple(options.only)) and not (options.kept / name / "summary.json").exists()
+        if name.partition("/")[2].startswith(tuple(options.only)) and not over(options.kept / name)
     ]
     if options.list:
         print("\n".join(f"{name}: python -m applications {arguments}" for name, arguments in missing))
