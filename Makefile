@@ -5,7 +5,7 @@ BIN := .venv/bin
 export PYTHONUTF8 := 1
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test fuzz faults bench docs linear cleaning fewshot wheel dist format clean
+.PHONY: demo test fuzz faults bench paper results docs linear cleaning fewshot wheel dist format clean
 
 demo: .venv/.demo  ## tune an MLP on scikit-learn's digits with three methods, against fixed hyperparameters and random search
 	$(BIN)/python -m applications.digits
@@ -32,6 +32,12 @@ faults: .venv/.test  ## kills, signals, damaged and hostile files, full disks, N
 
 bench: .venv/.test  ## measure what is kept as numbers, and compare with the last record; ARGS="--keep" makes it the new one
 	$(BIN)/python benchmarks/record.py $(ARGS)
+
+paper: .venv/.test  ## the paper's experiments that are not in docs/results yet, hours: DATA=folder, ARGS="--only mnist"
+	$(BIN)/python benchmarks/paper.py --data $(DATA) $(ARGS)
+
+results: .venv/.test  ## tables and figures of the paper's experiments, from the files in docs/results; with DATA=folder, linear models too
+	$(BIN)/python benchmarks/paper.py --tables $(if $(DATA),--data $(DATA))
 
 docs: .venv/.test  ## the HTML pages in docs/_build/html; runs those tutorials that have changed
 	$(BIN)/sphinx-build --quiet --fail-on-warning --keep-going -b html docs docs/_build/html

@@ -3,13 +3,14 @@
     python benchmarks/paper.py --data DIR                    # everything; some ten core-hours
     python benchmarks/paper.py --data DIR --only mnist ptb   # the runs whose names begin like that
     python benchmarks/paper.py --list
+    python benchmarks/paper.py --tables                      # every table and figure, from the files: make results
 
-Every run is a command of ``python -m applications``, which is printed. Its folder is ``runs/paper/NAME``; what is worth keeping
-of it (settings, environment, history, summary, trials) is copied to ``docs/results/NAME`` when it has ended. A run that is
-there already is not made again, and one that was stopped goes on: give the same command.
+Every run is a command of ``python -m applications``, which is printed. Its folder is ``runs/paper/NAME``; what is
+worth keeping of it (settings, environment, history, summary, trials) is copied to ``docs/results/NAME`` when it has
+ended. A run that is there already is not made again, and one that was stopped goes on: give the same command.
 
-What was cut to fit: MNIST has 10,000 training images, on which fixed hyperparameters overfit from epoch 15 on. A search trains for as
-many epochs as three plain runs, which is more than a run of Δ-STN costs.
+What was cut to fit: MNIST has 10,000 training images, on which fixed hyperparameters overfit from epoch 15 on. A search
+trains for as many epochs as three plain runs, which is more than a run of Δ-STN costs.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ TEN = "--epochs 30 --trials 10 --pruner none"
 
 
 def commands() -> Iterator[tuple[str, str]]:
-    """Name and arguments of every run, in the order of the issue that a reader would ask them in."""
+    """Name and arguments of every run, the most important first."""
     tuned = ("delta_stn", "stn", "delta_stn_paper", "centered_stn")
     for seed in range(3):
         for method in ("fixed", *tuned):
@@ -71,6 +72,32 @@ def make(name: str, arguments: str, *, data: Path, kept: Path, work: Path) -> No
         target.write_text(path.read_text(encoding="utf-8").replace(str(data), "DIR"), encoding="utf-8")
 
 
+def tables(kept: Path, data: Path | None) -> None:
+    """Make tables and figures of the runs that are kept; those of linear models need the data, for the optimum."""
+    figures, kept = "docs/_static", kept.relative_to(ROOT) if kept.is_relative_to(ROOT) else kept
+    lines = [
+        f"-m applications compare {kept}/runs --out {kept}/applications.md --figure {figures}/applications.png",
+        f"benchmarks/evidence.py {kept}/factors.jsonl --out {kept}/evidence.md --figure {figures}/evidence.png",
+        f"benchmarks/published.py --report {kept}/published.jsonl",
+    ]
+    for name, arguments in commands():
+        if name.startswith("studies/") and over(ROOT / kept / name):
+            lines.append(f"-m applications {arguments} --data DIR --out {kept / name} --device cpu --quiet")
+    if data is not None:
+        lines += [
+            f"-m applications linear --out {kept}/linear/{name} --data {data} --figure {figures}/linear_{name}.png"
+            for name in ("ridge", "splits", "undivided", "decouple", "input_dropout", "network")
+        ]
+    for line in lines:
+        print(f"python {line}", flush=True)
+        done = subprocess.run(
+            [sys.executable, *shlex.split(line)], cwd=ROOT, check=True, capture_output=True, text=True
+        )
+        print(done.stdout, flush=True)
+        if "published.py" in line:
+            (ROOT / kept / "published.txt").write_text(done.stdout.removesuffix("\n"), encoding="utf-8")
+
+
 def over(folder: Path) -> bool:
     """Whether a run, or a study of several, has come to its end."""
     return (folder / "summary.json").exists() or (folder / "table.md").exists()
@@ -83,6 +110,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", default=[""], help="beginnings of names")
     parser.add_argument("--kept", type=Path, default=ROOT / "docs/results", help="where results are kept")
     parser.add_argument("--work", type=Path, default=Path("runs/paper"), help="where runs are made")
+    parser.add_argument("--tables", action="store_true", help="run nothing; make tables and figures of what is kept")
     parser.add_argument("--list", action="store_true", help="print the commands that are missing, and end")
     options = parser.parse_args()
     missing = [
@@ -92,6 +120,9 @@ def main() -> None:
     ]
     if options.list:
         print("\n".join(f"{name}: python -m applications {arguments}" for name, arguments in missing))
+        return
+    if options.tables:
+        tables(options.kept, None if options.data is None else options.data.resolve())
         return
     if options.data is None:
         parser.error("--data is needed: the folder of the datasets.")

@@ -1,6 +1,7 @@
 """The tables of evidence in docs/results are those that the commands on the pages make of the runs beside them."""
 
 import importlib.util
+import subprocess
 import sys
 from pathlib import Path
 
@@ -48,3 +49,60 @@ def test_the_comparison_with_published_code_shows_the_runs(monkeypatch):
     published = script("published", monkeypatch)
     shown = (RESULTS / "published.txt").read_text(encoding="utf-8")
     assert shown == published.report(published.read(RESULTS / "published.jsonl"))
+
+
+def test_the_table_of_the_papers_experiments_shows_the_runs(monkeypatch):
+    pytest.importorskip("matplotlib")
+    from applications.compare import compare
+
+    monkeypatch.chdir(ROOT)
+    shown = (RESULTS / "applications.md").read_text(encoding="utf-8")
+    assert shown == compare([Path("docs/results/runs")]) + "\n"
+
+
+def test_the_command_of_the_papers_experiments_makes_what_is_missing(monkeypatch, tmp_path):
+    paper = script("paper", monkeypatch)
+    calls = []
+
+    def run(command, **options):
+        calls.append(command)
+        out = ROOT / command[command.index("--out") + 1]
+        out.mkdir(parents=True)
+        (out / "best.pt").write_bytes(b"weights")
+        (out / "summary.json").write_text("{}")
+        (out / "environment.json").write_text(f'{{"command": "--data {tmp_path / "data"}"}}')
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(paper.subprocess, "run", run)
+    words = [
+        "paper.py",
+        "--data",
+        tmp_path / "data",
+        "--only",
+        "mnist-stn",
+        "--kept",
+        tmp_path / "kept",
+        "--work",
+        tmp_path,
+    ]
+    monkeypatch.setattr(sys, "argv", [str(word) for word in words])
+    paper.main()
+    assert len(calls) == 3
+    first = tmp_path / "kept" / "runs" / "mnist-stn-0"
+    assert sorted(path.name for path in first.iterdir()) == ["environment.json", "summary.json"]
+    assert "--data DIR" in (first / "environment.json").read_text()
+    paper.main()
+    assert len(calls) == 3
+
+
+def test_the_commands_of_the_papers_experiments_are_understood(monkeypatch):
+    pytest.importorskip("optuna")
+    from applications import __main__ as application
+
+    names, asked = [], []
+    for step in ("run_task", "make_study"):
+        monkeypatch.setattr(application, step, asked.append)
+    for name, arguments in script("paper", monkeypatch).commands():
+        names.append(name)
+        application.main([*arguments.split(), "--data", "DIR"])
+    assert len(asked) == len(names) == len(set(names))
