@@ -28,7 +28,7 @@ KEPT = ("settings.json", "environment.json", "history.csv", "summary.json", "tri
 MNIST = "mnist --preset width400 --limit 10000"
 FASHION = "fashion --preset paper --limit 20000 --epochs 20"
 ALEXNET = "alexnet --preset quick --limit 5000 --epochs 100"
-PTB = "ptb --preset quick --width 200 --limit 200000 --epochs 12"
+PTB = "ptb --preset quick --width 200 --limit 100000 --epochs 15"
 SIX = "--epochs 50 --trials 6 --pruner none"
 TEN = "--epochs 30 --trials 10 --pruner none"
 
@@ -41,7 +41,7 @@ def commands() -> Iterator[tuple[str, str]]:
             yield f"runs/mnist-{method}-{seed}", f"{MNIST} --method {method} --seed {seed}"
         yield f"runs/mnist-random_search-{seed}", f"{MNIST} --method random_search {SIX} --seed {seed}"
         yield f"runs/mnist-tpe-{seed}", f"{MNIST} --method tpe {TEN} --seed {seed}"
-    small = "--task mnist --preset width400 --limit 10000 --epochs 60 --methods delta_stn stn delta_stn_paper"
+    small = "--task mnist --preset width400 --limit 10000 --epochs 40 --methods delta_stn stn delta_stn_paper"
     yield "studies/scale", f"study scale {small} --values 0.1 0.3 0.5 1 2"
     yield "studies/initial", f"study initial {small} --values 0.05 0.4 0.8"
     for seed in range(2):

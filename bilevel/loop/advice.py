@@ -31,6 +31,9 @@ with 5000. A mean of 0.2 standard deviations stays below it in 25 % of runs with
 JUDGED = 50
 """Shorter runs have too few outer steps to say that there is no signal."""
 
+LENGTHS = ("T_max", "total_steps", "total_iters", "step_size")
+"""Attributes of schedulers of PyTorch that say for how long they are made."""
+
 SIMULATED = 300
 BOUNDED: tuple[type[Optimizer], ...] = (Adam, AdamW, NAdam, Adamax, RMSprop, Adagrad)
 """Their steps do not depend on the size of the gradient. Those of RAdam do, in its first five steps."""
@@ -115,6 +118,22 @@ def warn_before(solver: Solver, rounds: int | None, *, warmup: int, outer_steps:
         f"({float(start):.3g} at the start). Make more rounds ({rounds_more}), or give outer_optimizer a learning rate "
         f"of at least {_rounded_up(rate * ENOUGH / far):g}."
     )
+
+
+def warn_of_schedules(solver: Solver, every: str, *, epochs: int | None, rounds: int | None, steps: int) -> None:
+    """Warn of a scheduler that is made for many more steps than it gets."""
+    advances = {"epoch": epochs, "round": rounds, "step": None if rounds is None else rounds * steps}[every]
+    if advances is None:
+        return
+    for name, scheduler in solver.schedulers.items():
+        found = vars(scheduler)
+        length = next((found[key] for key in LENGTHS if isinstance(found.get(key), int)), 0)
+        if name == "weights" and length >= 2 * advances:
+            _warn(
+                f"inner_scheduler: {type(scheduler).__name__} is made for {length} steps, but advances once per "
+                f"{every}, {advances} times in this run. Give it {advances}"
+                + (", or schedule_every='step'." if every != "step" else ".")
+            )
 
 
 def warn_after(solver: Solver, signal: Signal) -> None:

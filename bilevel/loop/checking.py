@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from bilevel.arguments import check_integer
+from bilevel.response import Method
 from bilevel.solver import Solver
 
 
@@ -44,6 +45,25 @@ def check_run(
         raise TypeError(f"progress must be True, False or None, got {progress!r}.")
     if not isinstance(callbacks, Sequence) or not all(callable(callback) for callback in callbacks):
         raise TypeError(f"callbacks must be a list of functions of a bilevel.Round, got {callbacks!r}.")
+
+
+def check_schedule(every: Any, epochs: int | None, method: Method) -> str:
+    """When schedulers advance.
+
+    Returns:
+        ``"epoch"``, ``"round"`` or ``"step"``.
+
+    Raises:
+        ValueError: If it is something else, or does not go with the rest.
+    """
+    if every not in (None, "epoch", "round", "step"):
+        raise ValueError(f"schedule_every must be 'epoch', 'round' or 'step', got {every!r}.")
+    if every == "step" and method.unrolled_steps:
+        raise ValueError(
+            f"schedule_every must be 'epoch' or 'round' with {method}, whose steps of training are one outer step; got "
+            "'step'."
+        )
+    return every or ("round" if epochs is None else "epoch")
 
 
 def check_unrolled(solver: Solver, *, inner_steps: int, accumulate: int, warmup: int) -> None:

@@ -57,6 +57,15 @@ class Progress(AbstractContextManager["Progress"]):
         if event.validation_loss is not None:
             self.line(event.index, event.row)
 
+    def say(self, text: str) -> None:
+        """Write a sentence about the run as a whole.
+
+        Args:
+            text: The sentence.
+        """
+        if self._lines or not self._bar.disable:
+            self._bar.write(text, file=sys.stderr)
+
     def line(self, index: int, row: Mapping[str, float]) -> None:
         """Write a line, where there is no bar.
 

@@ -31,7 +31,7 @@ def fingerprint_of(run: Run, settings: dict[str, Any], *, default_outer: bool) -
     found = run.solver.fingerprint | {name: {"": value} for name, value in settings.items()}
     if default_outer:
         found |= {OPTIMIZERS[name]: {"": "the default"} for name in ("hyper", "scale") if name in optimizers}
-    advances = {"advances": "every epoch" if run.schedule_by_epoch else "every round"}
+    advances = {"advances": f"every {run.schedule_every}"}
     return found | {SCHEDULERS[name]: found[SCHEDULERS[name]] | advances for name in run.solver.schedulers}
 
 
@@ -95,6 +95,20 @@ def go_on(run: Run, state: dict[str, Any], keeper: Keeper, *, override: bool) ->
         raise
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
         raise CheckpointError(f"checkpoint: {where} does not fit this run: {error}") from error
+
+
+def news(run: Run, keeper: Keeper) -> str:
+    """What somebody should know who sees a run go on, or end early, or not begin because it is over."""
+    file = None if keeper.store is None else keeper.store.path.name
+    if run.stopped is None:
+        return f"bilevel.solve: goes on from {file}, after round {run.rounds}."
+    if run.stopped in ("interrupted", "terminated"):
+        remedy = "" if file is None else f" The same call goes on from {file}."
+        return f"bilevel.solve: {run.stopped} after round {run.rounds}; the solution so far is returned.{remedy}"
+    return (
+        f"bilevel.solve: the run in {file} is over ({run.stopped}, {run.rounds} rounds), and its solution is returned "
+        "without training. For a new run, give another file."
+    )
 
 
 def _from_main(run: Run, function: Callable[[], Value]) -> Value:

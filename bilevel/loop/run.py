@@ -14,6 +14,7 @@ from torch import Tensor
 from bilevel.arguments import check_integer
 from bilevel.checkpoint import check_layout
 from bilevel.history import History
+from bilevel.interrupts import Waiting
 from bilevel.loop.feed import Feed
 from bilevel.loop.signal import Signal
 from bilevel.loop.solution import Best, Round, Solution
@@ -37,7 +38,7 @@ class Run:
     accumulate: int
     warmup: int
     evaluate_every: int | None
-    schedule_by_epoch: bool
+    schedule_every: str
     history: History = field(default_factory=History)
     best: Best | None = None
     stale: int = 0
@@ -79,6 +80,7 @@ class Run:
         for _ in range(self.steps_per_round if warm else self.inner_steps):
             *others, batch = (next(self.train) for _ in range(self.accumulate))
             self._add(losses, self.solver.inner_step(*others, batch))
+            self._advance("inner")
         if self.rounds == 0:
             self.solver.first_look.reads_of(self.solver.vector.detach(), self.valid_loader)
         if warm:
@@ -88,6 +90,7 @@ class Run:
         for _ in range(0 if warm else self.outer_steps):
             batches = [next(self.train) for _ in range(unrolled)] if unrolled else batch
             outer = self.solver.outer_step(batches, next(self.valid))
+            self._advance("outer")
             if self.solver.bad_steps > dropped:
                 outer, dropped = None, self.solver.bad_steps
             else:
@@ -95,7 +98,7 @@ class Run:
                 self.signal.add(outer.hypergradient)
             self.history.append(self._row(index, losses, outer))
         new_passes = self.train.passes - passes
-        for _ in range(new_passes if self.schedule_by_epoch else 1):
+        for _ in range({"epoch": new_passes, "round": 1, "step": 0}[self.schedule_every]):
             self.solver.schedule()
         if new_passes if self.evaluate_every is None else index % self.evaluate_every == 0:
             self._evaluate(index)
@@ -111,6 +114,12 @@ class Run:
             validation_loss=row.get("validation_loss"),
             inner_aux=self.solver.inner_aux,
         )
+
+    def _advance(self, level: str) -> None:
+        """Advance the schedulers of a level after one of its steps, if that is asked for."""
+        if self.schedule_every == "step":
+            with Waiting():
+                self.solver.optimization.schedule(None, levels=(level,))
 
     def state_dict(self) -> dict[str, Any]:
         """All that a later call needs to go on, beside the history.

@@ -17,14 +17,14 @@ from bilevel.events import RESERVED, VERSION, environment, now
 from bilevel.history import LEADING
 from bilevel.hyper import Space
 from bilevel.loop import together
-from bilevel.loop.advice import warn_after, warn_before
-from bilevel.loop.checking import check_run, check_unrolled
+from bilevel.loop.advice import warn_after, warn_before, warn_of_schedules
+from bilevel.loop.checking import check_run, check_schedule, check_unrolled
 from bilevel.loop.defaults import plan
 from bilevel.loop.ending import Ending
 from bilevel.loop.feed import Feed, Fresh
 from bilevel.loop.keeping import Keeper
 from bilevel.loop.progress import Progress
-from bilevel.loop.resuming import fingerprint_of, go_on, kept_settings
+from bilevel.loop.resuming import fingerprint_of, go_on, kept_settings, news
 from bilevel.loop.run import Run
 from bilevel.loop.solution import Round, Solution
 from bilevel.parallel import join, share
@@ -46,6 +46,7 @@ def solve(
     response_optimizer: OptimizerFactory | None = None,
     inner_scheduler: SchedulerFactory | None = None,
     outer_scheduler: SchedulerFactory | None = None,
+    schedule_every: str | None = None,
     inner_clip: float | None = None,
     outer_clip: float | None = None,
     compile: bool = False,
@@ -85,9 +86,11 @@ def solve(
             rounds, between 0.003 and 0.2: λ can then travel as far in a short run as in a long one. Where the number of
             rounds is not known, 0.02. A run that goes on keeps the one it was started with.
         response_optimizer: See there.
-        inner_scheduler: Advances once per epoch if ``epochs`` is given, otherwise once per round; a
-            ``ReduceLROnPlateau`` advances with every full validation pass instead.
+        inner_scheduler: A function of the optimizer. It advances as ``schedule_every`` says; a ``ReduceLROnPlateau``
+            with every full validation pass instead.
         outer_scheduler: Likewise.
+        schedule_every: ``"epoch"``, ``"round"``, or ``"step"``: of the weights, or of the hyperparameters. By default
+            epochs if ``epochs`` is given, otherwise rounds.
         inner_clip: See there.
         outer_clip: See there.
         compile: See there.
@@ -181,6 +184,7 @@ def solve(
     if epochs is not None and train is None:
         raise ValueError("epochs counts passes over train, which is None: give steps instead.")
     method = get_method(method)
+    schedule_every = check_schedule(schedule_every, epochs, method)
     if inner_steps is None:
         inner_steps = 0 if method.unrolled_steps else 5
     check_flag("distributed", distributed)
@@ -248,7 +252,7 @@ def solve(
             accumulate=accumulate,
             warmup=warmup,
             evaluate_every=evaluate_every,
-            schedule_by_epoch=epochs is not None,
+            schedule_every=schedule_every,
         )
         settings = {
             "inner_steps": inner_steps,
@@ -266,6 +270,7 @@ def solve(
         first = run.rounds
         if first == 0 and (group is None or group.main):
             warn_before(solver, planned.rounds, warmup=warmup, outer_steps=outer_steps, by_epochs=epochs is not None)
+            warn_of_schedules(solver, schedule_every, epochs=epochs, rounds=planned.rounds, steps=inner_steps)
         planned_settings = {"steps": planned.limit, "epochs": epochs, "rounds": planned.rounds}
         keeper.begin(run, _first_line(run, settings | planned_settings), resumed=state is not None)
         with Ending(signals) as ending:
@@ -303,6 +308,8 @@ def _loop(
     bar_of = bar_of if group is None or group.main else (None, False)
     try:
         with Progress(*bar_of, done=run.rounds) as progress, together.quiet(group):
+            if run.rounds:
+                progress.say(news(run, keeper))
             while run.stopped is None:
                 event = run.round()
                 progress.show(event)
@@ -311,6 +318,8 @@ def _loop(
                 run.stopped, save = together.agree(group, why, wants)
                 keeper.after_round(run, save=save)
             keeper.wait(run)
+            if ending.reason is not None:
+                progress.say(news(run, keeper))
             last = run.history.rows[-1] if run.history else {}
             if "validation_loss" not in last and run.stopped not in ("terminated", "interrupted"):
                 run.finish()

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from bilevel.history import History
 from bilevel.hyper import Hyper, Space
 from bilevel.plotting.layout import label_rounds, log_axis, mark_best, panels, shade_warmup, style
-from bilevel.plotting.palette import OTHERS, shades
+from bilevel.plotting.palette import OTHERS, shades, spectrum
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,6 +24,9 @@ SEPARATE = 12
 
 NAMED = 6
 """A legend names so many lines at most; of more, the first, the middle and the last."""
+
+LISTED = 3
+"""Beside the signals, so many panels are named at most: a longer legend would cover them."""
 
 BAND = 2.0
 """How far the signal of pure noise goes, in standard errors."""
@@ -60,7 +63,8 @@ def schedules(
     first = next(iter(next(iter(columns.values()))))
     signal = f"signal.{first}" in history.columns
     together = _panels(hyper)
-    hues = {title: OTHERS[index % len(OTHERS)] for index, title in enumerate(together)}
+    colours = OTHERS if len(together) <= len(OTHERS) else spectrum(len(together))
+    hues = dict(zip(together, colours, strict=False))
     with style():
         made, axes = panels(1 + len(together) + signal)
         _draw_losses(axes[0], history)
@@ -84,6 +88,7 @@ def schedules(
         _legend(axes[0])
         label_rounds(axes)
         if path is not None:
+            Path(path).parent.mkdir(parents=True, exist_ok=True)
             made.savefig(path)
     return made
 
@@ -163,8 +168,11 @@ def _draw_signal(axis: Axes, history: History, columns: Mapping[str, list[str]],
 def _name_signals(axis: Axes, hues: Mapping[str, str]) -> None:
     from matplotlib.lines import Line2D
 
+    if len(hues) > LISTED:
+        axis.text(0.98, 0.98, "colours of the panels", transform=axis.transAxes, ha="right", va="top", fontsize=8.5)
+        return
     handles = [Line2D([], [], color=hue, label=name) for name, hue in hues.items()]
-    axis.legend(handles=handles, ncols=min(3, len(handles)), columnspacing=0.8, loc="upper right")
+    axis.legend(handles=handles, ncols=1, columnspacing=0.8, loc="upper right")
 
 
 def _set_range(axis: Axes, entry: Hyper) -> None:

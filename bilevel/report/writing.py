@@ -81,6 +81,7 @@ def _check_place(path: Path) -> None:
 
 def replace(path: Path, content: str) -> None:
     """Write a file in one piece: who reads it sees the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "w", encoding="utf-8", errors="replace") as file:

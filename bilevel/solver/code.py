@@ -35,6 +35,8 @@ LIBRARIES += (str(Path(__file__).resolve().parents[1]),)
 INSTALLED = {"site-packages", "dist-packages"}
 WHOLE = {"vars", "getattr", "attrgetter", "__dict__", "asdict", "astuple", "_get_kwargs"}
 """What reads attributes without their names."""
+OURS = ("bilevel.tuning.", "bilevel.regularizers.", "bilevel.augment.")
+"""Where the library makes objects of what the user gives: all that is in them counts."""
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 
 
@@ -164,6 +166,9 @@ class _Walk:
             self.add(getattr(value, "__module__", None) or "", getattr(value, "__qualname__", ""))
         elif isinstance(value, Namespace | SimpleNamespace) or dataclasses.is_dataclass(value) or of_user(type(value)):
             self._object(value, depth + 1)
+        elif f"{type(value).__module__}.".startswith(OURS):
+            self.add(type(value).__qualname__)
+            self._collection(attributes(value), depth + 1)
         elif callable(value):
             self.see(getattr(value, "__wrapped__", None), depth + 1)
 

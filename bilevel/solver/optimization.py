@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from functools import partial
 from typing import Any, final
 
@@ -145,15 +145,15 @@ class Optimization:
             for param in params:
                 param.grad = None
 
-    def schedule(self, validation_loss: float | None, *, outer: bool) -> None:
+    def schedule(self, validation_loss: float | None, *, levels: Container[str]) -> None:
         """Advance the schedulers.
 
         Args:
             validation_loss: If given, advances those of kind ``ReduceLROnPlateau``, otherwise all others.
-            outer: Whether those of the outer level take part.
+            levels: Those of ``"inner"``, of ``"outer"``, or of both.
         """
         for name, scheduler in self.schedulers.items():
-            if LEVELS[name] == "outer" and not outer:
+            if LEVELS[name] not in levels:
                 continue
             if isinstance(scheduler, ReduceLROnPlateau):
                 if validation_loss is not None:

@@ -337,7 +337,7 @@ class Solver:
                 outer level wait for the first outer step.
         """
         with Waiting():
-            self.optimization.schedule(validation_loss, outer=self.outer_steps > 0)
+            self.optimization.schedule(validation_loss, levels=("inner", "outer")[: 1 + (self.outer_steps > 0)])
 
     def state_dict(self) -> dict[str, Any]:
         """Everything needed to continue bit for bit: tensors and plain types only, all finite.

@@ -80,6 +80,8 @@ def criterion_of(loss: Any) -> Criterion:
         >>> criterion_of(nn.MSELoss())(logits, torch.zeros(2, 2))
         tensor([0., 2.])
     """
+    if isinstance(loss, type):
+        raise TypeError(f"tune: loss is the class {loss.__name__}: pass an instance, {loss.__name__}().")
     if not callable(loss):
         raise TypeError(f"tune: loss must be a function (output, target) -> Tensor, got {type(loss).__name__}.")
     if isinstance(loss, nn.CrossEntropyLoss):
@@ -140,6 +142,7 @@ def _cross_entropy(settings: Mapping[str, Any], smoothing: float, name: str = "c
     unknown = [name for name in settings if name not in known]
     if unknown:
         raise ValueError(f"tune: loss has the argument {unknown[0]!r} of F.{name}, which is not supported.")
+    settings = {"weight": None, "ignore_index": -100, "reduction": "mean", **settings}
     return Criterion(name, partial(cross_entropy, **settings), smooths=True, smoothing=smoothing)
 
 
@@ -256,8 +259,18 @@ def _split(
     return values.mean(1) if reduction == "mean" else values.sum(1) * len(values)
 
 
-def _as_it_is(loss: Callable[..., Tensor]) -> Callable[[Any, Any], Tensor]:
-    return lambda output, target: loss(output, target)
+def _as_it_is(loss: Callable[..., Any]) -> Callable[[Any, Any], Tensor]:
+    """Call it; a partial, so that whoever looks into the criterion sees the loss."""
+    return partial(_called, loss)
+
+
+def _called(loss: Callable[..., Any], output: Any, target: Any) -> Tensor:
+    value = loss(output, target)
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"tune: loss must return a tensor, got {type(value).__name__}: {value!r}. Leave out .item() and float()."
+        )
+    return value
 
 
 def _default_reduction(function: Any) -> object:

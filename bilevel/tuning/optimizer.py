@@ -25,6 +25,7 @@ def factory_of(net: nn.Module, optimizer: Any) -> OptimizerFactory:
         into the first group.
 
     Raises:
+        TypeError: If it is neither.
         ValueError: If the optimizer belongs to other parameters.
 
     Example:
@@ -34,6 +35,12 @@ def factory_of(net: nn.Module, optimizer: Any) -> OptimizerFactory:
         >>> made.param_groups[0]["lr"]
         0.5
     """
+    if not isinstance(optimizer, Optimizer) and not callable(optimizer):
+        raise TypeError(
+            "tune: optimizer must be an optimizer, torch.optim.Adam(net.parameters(), lr=1e-3), or a function that "
+            f"makes one, lambda params: torch.optim.Adam(params, lr=1e-3); got {type(optimizer).__name__}: "
+            f"{optimizer!r}."
+        )
     if not isinstance(optimizer, Optimizer):
         made: OptimizerFactory = optimizer
         return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,10 +30,11 @@ def weight_decay_of(net: nn.Module, value: Any) -> list[Regularizer]:
     if value is True:
         return [WeightDecay(net)]
     if isinstance(value, int | float):
+        _check_start("weight_decay", value, math.inf)
         return [WeightDecay(net, init=float(value))]
     if value == "decoupled":
         return [WeightDecay(net, decoupled=True)]
-    if isinstance(value, str | Mapping):
+    if value in ("layer", "tensor", "one") or isinstance(value, Mapping):
         return [WeightDecay(net, value)]
     raise TypeError(
         "tune: weight_decay must be True, False, 'layer', 'tensor', 'one', 'decoupled', a mapping from names to "
@@ -63,11 +65,21 @@ def regularizer_of(name: str, kind: Any, value: Any, **settings: Any) -> list[Re
     if value is True:
         return [kind(**settings)]
     if isinstance(value, int | float):
+        _check_start(name, value, LARGEST.get(name, math.inf))
         return [kind(init=float(value))]
     raise TypeError(
         f"tune: {name} must be True, False, a number to start from, or a bilevel.regularizers.{kind.__name__}; got "
         f"{type(value).__name__}: {value!r}."
     )
+
+
+def _check_start(name: str, value: float, high: float) -> None:
+    if not 0 < value < high:
+        bound = "a positive number" if high == math.inf else f"a number between 0 and {high:g}"
+        raise ValueError(
+            f"tune: {name} as a number is where the tuning starts, {bound}, got {value:g}. {name}=False switches it "
+            "off."
+        )
 
 
 def augment_of(value: Any, inputs: Any) -> list[Regularizer]:
@@ -120,6 +132,11 @@ def dropout_of(net: nn.Module, inputs: Any, value: Any, *, possible: bool) -> di
             "tune: dropout must be True, False, 'layer', 'one', a mapping from names to patterns, or None; got "
             f"{type(value).__name__}: {value!r}."
         )
+    if isinstance(value, str) and value not in ("layer", "one"):
+        raise ValueError(
+            "tune: dropout must be True, False, 'layer', 'one', a mapping from names to patterns, or None; got "
+            f"{value!r}."
+        )
     groups = "layer" if value is None or value is True else value
     sample = (inputs,) if isinstance(inputs, Tensor) else inputs
     try:
@@ -154,5 +171,6 @@ def collect(regularizers: Sequence[Regularizer], dropout: Mapping[str, Hyper]) -
     return hyper
 
 
+LARGEST = {"label_smoothing": LabelSmoothing.high, "mixup": 1.0, "cutmix": 1.0}
 SIMPLE = {"label_smoothing": LabelSmoothing, "mixup": Mixup, "cutmix": CutMix, "input_noise": InputNoise}
 """Arguments that are on or off."""

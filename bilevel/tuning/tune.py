@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 
 from bilevel.arguments import check_loader
 from bilevel.augment import Images
-from bilevel.batches import to_device
+from bilevel.batches import describe, to_device
 from bilevel.checks import repeatable
 from bilevel.hyper import suggest
 from bilevel.loop import Solution, TuningWarning, solve
@@ -27,7 +28,7 @@ from bilevel.tuning.criteria import Criterion, criterion_of, verified
 from bilevel.tuning.optimizer import factory_of, warn_if_it_decays
 from bilevel.tuning.own_loss import own_criterion, without_cache
 from bilevel.tuning.strengths import SIMPLE, augment_of, collect, dropout_of, regularizer_of, weight_decay_of
-from bilevel.tuning.unpack import Unpack, call, unpacker
+from bilevel.tuning.unpack import Unpack, call, checked, unpacker
 
 
 def tune(
@@ -94,7 +95,7 @@ def tune(
 
     Warns:
         UserWarning: If the optimizer decays the weights as well.
-        TuningWarning: As in :func:`solve`; and if both loaders are one.
+        TuningWarning: As in :func:`solve`; and if both loaders have the same examples.
 
     Example:
         >>> import torch, bilevel
@@ -120,9 +121,10 @@ def tune(
         if loader is None:
             raise TypeError(f"tune: {name} must be an iterable of batches, got None.")
         check_loader(name, loader)
-    if train_loader is valid_loader:
+    if _all_of(train_loader) is _all_of(valid_loader):
+        what = "is train_loader" if train_loader is valid_loader else "has the data set of train_loader"
         warnings.warn(
-            "tune: valid_loader is train_loader: regularization that is tuned on the training data is tuned away. Hold "
+            f"tune: valid_loader {what}: regularization that is tuned on the training data is tuned away. Hold "
             "out some examples.",
             TuningWarning,
             stacklevel=2,
@@ -132,11 +134,12 @@ def tune(
         if "inner_optimizer" in options:
             raise TypeError("tune: optimizer and inner_optimizer are the same: give one of them.")
         options["inner_optimizer"] = factory_of(net, optimizer)
-    if unpack is None:
-        unpack = unpacker(net)
+    unpack = unpacker(net) if unpack is None else checked(unpack)
     device = next((p.device for p in net.parameters()), None)
     if device is None:
         raise ValueError("tune: the network has no parameters to train.")
+    if not any(param.requires_grad for param in net.parameters()):
+        raise ValueError("tune: all parameters of the network are frozen: call net.requires_grad_(True).")
     with repeatable(device):
         batch = to_device(next(iter(train_loader)), device)
     inputs, target = unpack(batch)
@@ -211,7 +214,7 @@ def _loss_of(net: nn.Module, loss: Any, inputs: Any, target: Any) -> tuple[Crite
         with repeatable(next(iter(net.parameters())).device), torch.no_grad():
             if loss is not None:
                 criterion = criterion_of(loss)
-                criterion = verified(criterion, loss, call(net, inputs), target)
+                criterion = verified(criterion, loss, _first_call(net, inputs), target)
                 return criterion, lambda model, x, y: call(model, x), inputs
             named = without_cache(net, inputs) if isinstance(inputs, Mapping) else inputs
             criterion, needs_labels = own_criterion(net, named, target)
@@ -224,6 +227,26 @@ def _loss_of(net: nn.Module, loss: Any, inputs: Any, target: Any) -> tuple[Crite
         return model(**x, **extra, labels=y) if needs_labels else model(**x, **extra)
 
     return criterion, predict, named | {"labels": target} if needs_labels else named
+
+
+def _all_of(loader: Any) -> object:
+    """The data set of a loader that passes over the whole of it; else the loader."""
+    usual = type(getattr(loader, "batch_sampler", None)) is BatchSampler
+    usual = usual and type(getattr(loader, "sampler", None)) in (SequentialSampler, RandomSampler)
+    return loader.dataset if usual else loader
+
+
+def _first_call(net: nn.Module, inputs: Any) -> Any:
+    try:
+        return call(net, inputs)
+    except TypeError as error:
+        if "argument" in str(error) and type(net).__name__ in str(error):
+            given = f"the inputs {', '.join(inputs)}" if isinstance(inputs, Mapping) else f"{describe(inputs)}"
+            error.add_note(
+                f"tune: called with {given} of the first batch. If these are not the arguments of the network, pass "
+                "unpack=lambda batch: (inputs, target)."
+            )
+        raise
 
 
 def _start(criterion: Criterion) -> dict[str, float]:
@@ -247,6 +270,18 @@ def _check_criterion(criterion: Criterion, used: Sequence[Regularizer]) -> None:
             )
 
 
+MEANT = {
+    **dict.fromkeys(("lr", "learning_rate"), "pass optimizer=torch.optim.Adam(net.parameters(), lr=...)."),
+    **dict.fromkeys(("clip", "grad_clip", "max_norm", "clip_grad_norm"), "the norm of the gradient is inner_clip."),
+    **dict.fromkeys(("early_stopping", "early_stop"), "patience=10 stops after ten validation passes without a best."),
+    **dict.fromkeys(("verbose", "quiet"), "progress=True or False."),
+    **dict.fromkeys(("device", "to"), "move the network, net.to(device); batches follow it."),
+    **dict.fromkeys(("criterion", "loss_fn", "loss_function"), "loss=F.cross_entropy."),
+    **dict.fromkeys(("n_epochs", "num_epochs", "max_epochs"), "epochs=50."),
+}
+"""What people call things elsewhere."""
+
+
 def _check_options(options: Mapping[str, Any]) -> None:
     if "scheduler" in options:
         raise TypeError(
@@ -255,6 +290,8 @@ def _check_options(options: Mapping[str, Any]) -> None:
         )
     known = set(inspect.signature(solve).parameters) - {"problem", "train", "valid", "method"}
     for name in options:
+        if name in MEANT and MEANT[name] not in options:
+            raise TypeError(f"tune: there is no argument {name!r}: {MEANT[name]}")
         if name not in known:
             own = set(inspect.signature(tune).parameters) - {"options"}
             raise TypeError(f"tune: there is no argument {name!r}: {suggest(name, known | own)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -68,6 +69,35 @@ def unpacker(net: nn.Module) -> Unpack:
         )
 
     return unpack
+
+
+def checked(unpack: Any) -> Unpack:
+    """A function of the user's that says what it should have returned.
+
+    Args:
+        unpack: From a batch to inputs and target.
+
+    Returns:
+        The same, with a check.
+
+    Raises:
+        TypeError: If it cannot be called.
+    """
+    if not callable(unpack):
+        raise TypeError(
+            "tune: unpack must be a function from a batch to (inputs, target), such as lambda batch: (batch['x'], "
+            f"batch['y']); got {type(unpack).__name__}: {unpack!r}."
+        )
+    return partial(_pair_of, unpack)
+
+
+def _pair_of(unpack: Unpack, batch: Any) -> tuple[Any, Any]:
+    pair = unpack(batch)
+    if isinstance(pair, tuple | list) and len(pair) == 2:
+        return pair[0], pair[1]
+    raise ValueError(
+        f"tune: unpack must return a pair (inputs, target), got a {type(pair).__name__}: {describe(pair)}."
+    )
 
 
 def call(model: Any, inputs: Any) -> Any:

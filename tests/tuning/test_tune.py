@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 import bilevel
 from bilevel.tuning.criteria import criterion_of, cross_entropy
@@ -439,6 +439,124 @@ def test_one_loader_for_both_is_warned_of():
     batches = [data()]
     with pytest.warns(bilevel.TuningWarning, match="valid_loader is train_loader"):
         bilevel.tune(mlp(), batches, batches, loss=F.cross_entropy, **QUICK)
+
+
+def test_two_loaders_of_one_data_set_are_warned_of_unless_a_sampler_divides_it():
+    everything = TensorDataset(*data())
+    train, valid = DataLoader(everything, 6, shuffle=True), DataLoader(everything, 6)
+    with pytest.warns(bilevel.TuningWarning, match="has the data set of train_loader"):
+        bilevel.tune(mlp(), train, valid, loss=F.cross_entropy, **QUICK)
+    first, second = (SubsetRandomSampler(part) for part in (range(6), range(6, 12)))
+    train, valid = (DataLoader(everything, 3, sampler=part) for part in (first, second))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        bilevel.tune(mlp(), train, valid, loss=F.cross_entropy, **QUICK)
+
+
+# Schedules, and what a run that goes on notices
+
+
+@pytest.mark.parametrize("every", ["step", "epoch"])
+def test_a_learning_rate_that_changes_with_every_step(every):
+    made = []
+
+    def schedule(optimizer):
+        made.append(optimizer)
+        return torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=8)
+
+    train = DataLoader(TensorDataset(*data(24)), 6)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", bilevel.TuningWarning)
+        bilevel.tune(
+            mlp(), train, [data(seed=1)], loss=F.cross_entropy, epochs=2, inner_steps=4, inner_scheduler=schedule,
+            schedule_every=every, progress=False,
+        )  # fmt: skip
+    expected = 0.0 if every == "step" else 1e-3 * (1 - 2 / 8)
+    assert [optimizer.param_groups[0]["lr"] for optimizer in made] == pytest.approx([expected] * 2)
+
+
+def test_a_schedule_that_hardly_begins_is_warned_of():
+    def schedule(optimizer):
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 400)
+
+    with pytest.warns(bilevel.TuningWarning, match="made for 400 steps, but advances once per epoch, 2 times"):
+        bilevel.tune(
+            mlp(), [data()], [data(seed=1)], loss=F.cross_entropy, epochs=2, inner_scheduler=schedule, progress=False
+        )
+
+
+def test_a_schedule_by_steps_needs_steps_of_its_own():
+    with pytest.raises(ValueError, match="schedule_every must be 'epoch' or 'round' with Unrolled"):
+        bilevel.tune(mlp(), *loaders(), loss=F.cross_entropy, method="unrolled", schedule_every="step", **QUICK)
+    with pytest.raises(ValueError, match="schedule_every must be 'epoch', 'round' or 'step', got 'steps'"):
+        bilevel.tune(mlp(), *loaders(), loss=F.cross_entropy, schedule_every="steps", **QUICK)
+
+
+CHANGED = {
+    "weight": nn.CrossEntropyLoss(weight=torch.tensor([1.0, 9.0, 1.0])),
+    "reduction": nn.CrossEntropyLoss(reduction="sum"),
+    "own": lambda output, target: F.cross_entropy(output, target) ** 2,
+    "partial": partial(F.cross_entropy, ignore_index=2),
+    "module": nn.MultiMarginLoss(),
+}
+
+
+@pytest.mark.parametrize("changed", CHANGED.values(), ids=CHANGED)
+def test_a_run_that_goes_on_notices_another_loss(changed, tmp_path):
+    settings = QUICK | {"checkpoint": tmp_path / "run.pt"}
+    bilevel.tune(mlp(), *loaders(), loss=F.cross_entropy, **settings)
+    bilevel.tune(mlp(), *loaders(), loss=nn.CrossEntropyLoss(), **settings)  # is the same
+    with pytest.raises(bilevel.CheckpointError, match="inner_loss is another function"):
+        bilevel.tune(mlp(), *loaders(), loss=changed, **settings)
+
+
+def test_a_run_that_goes_on_notices_other_settings_of_a_regularizer(tmp_path):
+    settings = QUICK | {"checkpoint": tmp_path / "run.pt", "loss": F.cross_entropy, "weight_decay": False}
+    images = [[data(features=(1, 8, 8))], [data(features=(1, 8, 8), seed=1)]]
+    net = nn.Sequential(nn.Flatten(), nn.Linear(64, 3))
+    bilevel.tune(net, *images, augment=bilevel.augment.images(only=["translation"]), **settings)
+    bilevel.tune(net, *images, augment=bilevel.augment.images(only=["translation"]), **settings)
+    with pytest.raises(bilevel.CheckpointError, match="inner_loss is another function"):
+        bilevel.tune(net, *images, augment=bilevel.augment.images(only=["translation"], flip=True), **settings)
+
+
+def test_a_run_says_that_it_goes_on_and_that_it_is_over(tmp_path, capsys):
+    settings = {"checkpoint": tmp_path / "run.pt", "loss": F.cross_entropy, "inner_steps": 1, "progress": True}
+    for epochs, said in ((1, ""), (2, "goes on from run.pt, after round"), (2, "the run in run.pt is over (epochs,")):
+        bilevel.tune(mlp(), *loaders(), epochs=epochs, **settings)
+        assert said in capsys.readouterr().err
+
+
+MISTAKEN = {
+    "class": ({"loss": nn.CrossEntropyLoss}, TypeError, r"pass an instance, CrossEntropyLoss\(\)"),
+    "float": ({"loss": lambda o, y: F.cross_entropy(o, y).item()}, TypeError, "must return a tensor, got float"),
+    "unpack": ({"unpack": ("x", "y")}, TypeError, "unpack must be a function"),
+    "pair": ({"unpack": lambda batch: batch[0]}, ValueError, "unpack must return a pair .* got a Tensor"),
+    "decay": ({"weight_decay": 0}, ValueError, "weight_decay=False switches it off"),
+    "smoothing": ({"label_smoothing": 1.5}, ValueError, "label_smoothing as a number .* between 0 and 0.9, got 1.5"),
+    "noise": ({"input_noise": 0.0}, ValueError, "input_noise=False"),
+    "lr": ({"lr": 0.1}, TypeError, r"no argument 'lr': pass optimizer=torch.optim.Adam"),
+    "clip": ({"clip": 0.1}, TypeError, "inner_clip"),
+    "optimizer": ({"optimizer": "adam"}, TypeError, "tune: optimizer must be an optimizer, .* got str: 'adam'"),
+    "groups": ({"weight_decay": "group"}, TypeError, "tune: weight_decay must be True, .*'group'"),
+    "dropout": ({"dropout": "yes"}, ValueError, "tune: dropout must be True, .*'yes'"),
+}
+
+
+@pytest.mark.parametrize(("given", "error", "message"), MISTAKEN.values(), ids=MISTAKEN)
+def test_a_mistake_is_named_as_it_was_made(given, error, message):
+    with pytest.raises(error, match=message):
+        bilevel.tune(mlp(), *loaders(), **{"loss": F.cross_entropy, **QUICK, **given})
+
+
+def test_a_network_that_takes_other_arguments_is_told_of_unpack():
+    batches, others = [(*data(), torch.ones(12))], [(*data(seed=1), torch.ones(12))]
+    with pytest.raises(TypeError, match="positional argument") as caught:
+        bilevel.tune(mlp(), batches, others, loss=F.cross_entropy, **QUICK)
+    assert "pass unpack=lambda batch: (inputs, target)" in caught.value.__notes__[-1]
+    frozen = mlp().requires_grad_(False)
+    with pytest.raises(ValueError, match="all parameters of the network are frozen"):
+        bilevel.tune(frozen, *loaders(), loss=F.cross_entropy, **QUICK)
 
 
 # Optimizers
