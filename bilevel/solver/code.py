@@ -164,11 +164,11 @@ class _Walk:
             self.add(repr(value))
         elif inspect.isroutine(value):
             self.add(getattr(value, "__module__", None) or "", getattr(value, "__qualname__", ""))
-        elif isinstance(value, Namespace | SimpleNamespace) or dataclasses.is_dataclass(value) or of_user(type(value)):
-            self._object(value, depth + 1)
         elif f"{type(value).__module__}.".startswith(OURS):
             self.add(type(value).__qualname__)
             self._collection(attributes(value), depth + 1)
+        elif isinstance(value, Namespace | SimpleNamespace) or dataclasses.is_dataclass(value) or of_user(type(value)):
+            self._object(value, depth + 1)
         elif callable(value):
             self.see(getattr(value, "__wrapped__", None), depth + 1)
 
