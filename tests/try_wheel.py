@@ -33,6 +33,7 @@ def script():
         "F": F,
         "bilevel": bilevel,
         "net": net,
+        "optimizer": torch.optim.AdamW(net.parameters(), weight_decay=0.0),
         "train_loader": DataLoader(TensorDataset(x[:32], y[:32]), batch_size=16, shuffle=True),
         "valid_loader": DataLoader(TensorDataset(x[32:], y[32:]), batch_size=32),
     }

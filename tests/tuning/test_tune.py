@@ -517,7 +517,7 @@ def test_a_run_that_goes_on_notices_other_settings_of_a_regularizer(tmp_path):
     bilevel.tune(net, *images, augment=bilevel.augment.images(only=["translation"]), **settings)
     bilevel.tune(net, *images, augment=bilevel.augment.images(only=["translation"]), **settings)
     with pytest.raises(bilevel.CheckpointError, match="inner_loss is another function"):
-        bilevel.tune(net, *images, augment=bilevel.augment.images(only=["translation"], flip=True), **settings)
+        bilevel.tune(net, *images, augment=bilevel.augment.images(only=["translation"], mean=0.5, std=0.5), **settings)
 
 
 def test_a_run_says_that_it_goes_on_and_that_it_is_over(tmp_path, capsys):
