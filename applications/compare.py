@@ -19,6 +19,7 @@ from applications.tables import Sheet, mean_and_deviation, page, read_csv, shown
 from applications.task import FIXED, SEARCHES, STOPPED
 
 REFERENCE = "delta_stn"  # what others are compared with, seed by seed
+CUT = ("limit",)  # what a reader has to know of a row, also if all of its runs have the same
 OWN_CORE = 0.9  # share of the processor's time in the clock's, from which on a run had a core of its own
 # How a method tunes: every method may have its own numbers. Plain training does not look at them.
 TUNING = ("warmup", "inner_steps", "outer_steps", "outer_learning_rate", "response_learning_rate", "scale", "entropy")
@@ -153,7 +154,7 @@ def apart(runs: Sequence[Result]) -> dict[str, list[Result]]:
         for run, settings in zip(runs, looked_at, strict=True):
             if name in settings:
                 values.setdefault(run.method if own else "", set()).add(str(settings[name]))
-        if any(len(different) > 1 for different in values.values()):
+        if any(len(different) > 1 for different in values.values()) or (name in CUT and values[""] != {"None"}):
             varying.append(name)
     varying.sort(key=lambda name: name.startswith("epochs"))  # they come last
     kinds = [{name: _label(name, of[name]) for name in varying if name in of} for of in looked_at]
@@ -360,6 +361,8 @@ def _settings(run: Result) -> dict[str, Any]:
 
 def _label(name: str, value: Any) -> str:
     """A setting as part of the name of a row."""
+    if name == "limit" and value is not None:
+        return f"{value:,} examples"
     text = "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
     return f"{text} {name}" if name.startswith("epochs") else f"{name.replace('_', ' ')} {text}"
 

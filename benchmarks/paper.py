@@ -6,8 +6,9 @@
     python benchmarks/paper.py --tables                      # every table and figure, from the files: make results
 
 Every run is a command of ``python -m applications``, which is printed. Its folder is ``runs/paper/NAME``; what is
-worth keeping of it (settings, environment, history, summary, trials) is copied to ``docs/results/NAME`` when it has
-ended. A run that is there already is not made again, and one that was stopped goes on: give the same command.
+worth keeping of it (settings, environment, summary, trials, the history of validation passes) is copied to
+``docs/results/NAME`` when it has ended. A run that is there already is not made again, and one that was stopped goes
+on: give the same command.
 
 What was cut to fit: MNIST has 10,000 training images, on which fixed hyperparameters overfit from epoch 15 on. A search
 trains for as many epochs as three plain runs, which is more than a run of Δ-STN costs.
@@ -16,6 +17,8 @@ trains for as many epochs as three plain runs, which is more than a run of Δ-ST
 from __future__ import annotations
 
 import argparse
+import csv
+import io
 import os
 import shlex
 import subprocess
@@ -69,7 +72,18 @@ def make(name: str, arguments: str, *, data: Path, kept: Path, work: Path) -> No
     for path in found:
         target = kept / name / path.relative_to(ROOT / out)
         target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(path.read_text(encoding="utf-8").replace(str(data), "DIR"), encoding="utf-8")
+        text = path.read_text(encoding="utf-8").replace(str(data), "DIR")
+        target.write_text(passes(text) if path.name == "history.csv" else text, encoding="utf-8")
+
+
+def passes(history: str) -> str:
+    """The rows of a history that have a validation pass."""
+    rows = list(csv.DictReader(io.StringIO(history)))
+    out = io.StringIO()
+    writer = csv.DictWriter(out, list(rows[0]) if rows else [], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(row for row in rows if row.get("validation_loss"))
+    return out.getvalue()
 
 
 def tables(kept: Path, data: Path | None) -> None:
