@@ -72,9 +72,9 @@ class Stream:
             ValueError: If it is no random state, or was taken on another kind of device.
         """
         try:
-            shapes = [own.shape for own in self.states]
-            if not isinstance(states, list) or [state.shape for state in states] != shapes:
-                raise ValueError("it is no list of states of that size")
+            fits = isinstance(states, list) and all(isinstance(state, Tensor) for state in states)
+            if not fits or [state.shape for state in states] != [own.shape for own in self.states]:
+                raise ValueError("no list of tensors of that size")
             pairs = zip(self.devices, states, strict=True)
             self.states = [torch.Generator(where).set_state(state.cpu()).get_state() for where, state in pairs]
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:

@@ -185,7 +185,9 @@ class Feed:
         form |= {"draws": Flag(), "random": Flag(), "options": Each(Plain()), "generators": Each(Free(), list)}
         form |= {"numbers": {"first": numbers, "now": numbers, "moving": Each(Text(), list)}}
         start = {name: Free() for name in self._now()} | {"generators": Each(Free(), list), "numbers": numbers}
-        form |= {"start": start | {"global": form_of_global()}}
+        form |= {
+            "start": start | {"global": form_of_global()} | ({} if changed else {"stream": self.stream.state_dict()})
+        }
         has = "loader" in state if changed and isinstance(state, dict) else self._stateful
         check_form(path, state, form | ({"loader": Free()} if has else {}))
         if state["first"] is None and (state["passes"] or state["given"]):
@@ -207,6 +209,9 @@ class Feed:
 
         Returns:
             What is wrong with the loader, if it gives other batches; None if nothing is.
+
+        Raises:
+            CheckpointError: If a loader does not take the state that it is said to have had.
         """
         self.passes, self._first, self._draws = state["passes"], state["first"], state["draws"]
         other = self._other_generators(state)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from bilevel.checkpoint import CheckpointError, check_form
-from bilevel.checkpoint.layout import Count, Each, Free
+from bilevel.checkpoint.layout import Count, Each, Free, Text
 from bilevel.loop.feed import Feed
 from bilevel.loop.keeping import Keeper
 from bilevel.loop.run import Run
@@ -75,7 +75,11 @@ def go_on(run: Run, state: dict[str, Any], keeper: Keeper, *, override: bool) ->
     where = None if keeper.store is None else keeper.store.path
     drawn = get_global()
     try:
+        lacks = [key for key in ("solver", "fingerprint", "feeds", "global", "log") if key not in state]
+        if lacks:
+            raise ValueError(f"state lacks {lacks[0]!r}.")
         feeds = {feed.name: feed for feed in (run.train, run.valid)}
+        check_form("state['log']", state["log"], {"bytes": Count(), "sha256": Text()})
         check_form("state['feeds']", state["feeds"], dict.fromkeys(feeds, Each(Free())))
         changed = _from_main(run, lambda: differences(state["fingerprint"], run.fingerprint))
         if changed and (not override or any(name in FIXED for name in changed)):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from bilevel.checkpoint import check_form
-from bilevel.checkpoint.layout import Count, Free, Maybe, Number, Text, Within
+from bilevel.checkpoint.layout import Count, Free, Maybe, Number, Within
 from bilevel.history import History
 from bilevel.loop.feed import Feed
 from bilevel.loop.signal import Signal
@@ -182,7 +182,7 @@ class Run:
         form = dict.fromkeys(("fingerprint", "feeds", "solver"), Free()) | {"rounds": Count(), "seconds": Number(0.0)}
         form |= {"bad_steps": {"dropped": Count(), "in_a_row": levels, "reached": reached}}
         form |= {"global": form_of_global(), "signal": self.signal.form}
-        form |= {"stale": Count(), "log": {"bytes": Count(), "sha256": Text()}}
+        form |= {"stale": Count(), "log": Free()}
         best: dict[str, Any] = {"round": Count(1), "validation_loss": Number(), "inner_loss": Number(nan=True)}
         own = self.solver.hyper
         best["hyper"] = {name: Within(own[name], h.low, h.high) for name, h in problem.space.hyper.items()}

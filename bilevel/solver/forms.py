@@ -109,7 +109,7 @@ def check_optimizer(path: str, saved: Any, optimizer: Optimizer, scheduler: Any)
 
     Raises:
         ValueError: If it could not.
-    """
+    """  # noqa: DOC502
     own = optimizer.state_dict()
     check_form(path, saved, {key: Each(Free(), list) if key == "param_groups" else Free() for key in own})
     groups, path_of_groups = saved["param_groups"], f"{path}['param_groups']"
@@ -162,7 +162,7 @@ def _check_memory(path: str, saved: Any, groups: list[dict[str, Any]], optimizer
         raise ValueError(f"{path} has {describe(saved)}, not the numbers of {len(params)} parameters.")
     known: dict[Any, Any] = {}
     for index, memory in saved.items():
-        if memory == {}:  # as before the first step
+        if isinstance(memory, dict) and not memory:  # as before the first step
             continue
         param, group = params[index]
         key = (param.shape, param.dtype, param.device, id(group))

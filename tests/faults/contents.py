@@ -249,10 +249,14 @@ def may_be_accepted(place: Place, label: str, state: Any, *, override: bool) -> 
         if (inside == 0 and label.startswith("without")) or (inside < 2 and label == "dict {}"):
             return True
         if names[-1] == "step":  # of another default dtype, or a number
-            return label in ("another dtype", "int 7", "dict") or isinstance(part, float)
+            return label in ("another dtype", "one dimension more", "int 7", "flat and one more") or isinstance(
+                part, float
+            )
         if label == "without 'momentum_buffer'" or (names[-1] == "momentum_buffer" and label == "NoneType None"):
             return True
-    if names[-1] == "rest" or (label == "bool True" and part == 1 and names[0] == "fingerprint"):
+    if names[-2:] == ["start", "numbers"] and label in ("with another key", "dict {'a': 1}"):
+        return True
+    if names[-1] == "rest" or (names[0] == "fingerprint" and label in ("bool True", "float inf")):
         return True
     if names[-1] in ("first", "seconds", "inner_loss"):  # nothing was drawn, a whole number, no step in that round
         return label in ("int 7", "float nan") and names[-1] != "first"
