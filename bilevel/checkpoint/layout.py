@@ -27,7 +27,7 @@ class Count:
 @final
 @dataclass(frozen=True)
 class Number:
-    """A finite number; ``nan`` allows NaN, ``inf`` infinity."""
+    """A finite number, or a whole one that a float can be; ``nan`` allows NaN, ``inf`` infinity."""
 
     lowest: float = -math.inf
     highest: float = sys.float_info.max
@@ -198,7 +198,7 @@ def _is(saved: Any, form: Any) -> bool:
             return False
         if isinstance(saved, float) and not math.isfinite(saved):
             return form.nan if math.isnan(saved) else form.inf
-        return bool(form.lowest <= saved and abs(saved) <= form.highest)
+        return bool(form.lowest <= saved and abs(saved) <= (MOST if type(saved) is int else form.highest))
     if isinstance(form, Step):
         if isinstance(saved, Tensor) and saved.is_floating_point() and saved.numel() == 1:
             saved = float(saved)

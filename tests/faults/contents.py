@@ -258,6 +258,8 @@ def may_be_accepted(place: Place, label: str, state: Any, *, override: bool) -> 
         return True
     if names[-1] == "rest" or (names[0] == "fingerprint" and label in ("bool True", "float inf")):
         return True
+    if names[-1] in ("base_lrs", "_last_lr") and label == "list [1.5]" and len(part) == 1:
+        return True
     if names[-1] in ("first", "seconds", "inner_loss"):  # nothing was drawn, a whole number, no step in that round
         return label in ("int 7", "float nan") and names[-1] != "first"
     if isinstance(part, int) and "param_groups" in names:  # a setting that was given as a whole number
