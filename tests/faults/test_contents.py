@@ -49,7 +49,7 @@ def test_other_contents_of_a_run_end_in_one_error(tmp_path, name):
     call(kind, file, steps=4)
     good, history = load(file), log.read_bytes()
     refused = accepted = 0
-    for place, label, value, foreign in sampled(good, count(10, 150), name):
+    for place, label, value, foreign in sampled(good, count(10, 60), name):
         for override in (False, True):
             for left in tmp_path.iterdir():
                 left.unlink()
@@ -87,7 +87,7 @@ def test_other_contents_of_a_solver_leave_it_as_it_was(tmp_path, optimizer):
     drive(solver, 1)
     before = solver.state_dict()
     refused = accepted = 0
-    for place, label, value, foreign in sampled(good, count(60, 600), 0):
+    for place, label, value, foreign in sampled(good, count(60, 400), 0):
         for override in (False, True):
             where = (words(place), label, override)
             if not place:
