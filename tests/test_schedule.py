@@ -131,7 +131,7 @@ def test_files_made_by_hand_are_refused_by_name(tmp_path, part, value, message):
 
 def test_a_file_that_is_nested_too_deeply_is_refused(tmp_path):
     (tmp_path / "a.json").write_text("[" * 10**5)
-    with pytest.raises(ValueError, match="a.json is no schedule of version 1: nested too deeply"):
+    with pytest.raises(ValueError, match=r"a\.json is no schedule of version 1: nested too deeply"):
         bilevel.Schedule.load(tmp_path / "a.json")
 
 

@@ -184,9 +184,10 @@ class Feed:
         form: dict[str, Any] = {"passes": Count(), "given": Count(), "first": Maybe(Text()), "batches": Text()}
         form |= {"draws": Flag(), "random": Flag(), "options": Each(Plain()), "generators": Each(Free(), list)}
         form |= {"numbers": {"first": numbers, "now": numbers, "moving": Each(Text(), list)}}
+        own_stream = self.stream.state_dict()
         start = {name: Free() for name in self._now()} | {"generators": Each(Free(), list), "numbers": numbers}
         form |= {
-            "start": start | {"global": form_of_global()} | ({} if changed else {"stream": self.stream.state_dict()})
+            "start": start | {"global": form_of_global()} | {"stream": Each(Free(), list) if changed else own_stream}
         }
         has = "loader" in state if changed and isinstance(state, dict) else self._stateful
         check_form(path, state, form | ({"loader": Free()} if has else {}))

@@ -256,17 +256,20 @@ def may_be_accepted(place: Place, label: str, state: Any, *, override: bool) -> 
             return True
     if names[-2:] == ["start", "numbers"] and label in ("with another key", "dict {'a': 1}"):
         return True
-    if names[-1] == "rest" or (names[0] == "fingerprint" and label in ("bool True", "float inf")):
+    if names[-1] == "rest" or (
+        label in ("bool True", "float inf") and (names[0] == "fingerprint" or "options" in names)
+    ):
         return True
     if names[-1] in ("base_lrs", "_last_lr") and label == "list [1.5]" and len(part) == 1:
         return True
-    if names[-1] in ("first", "seconds", "inner_loss"):  # nothing was drawn, a whole number, no step in that round
-        return label in ("int 7", "float nan") and names[-1] != "first"
+    if place in (("seconds",), ("best", "inner_loss")):  # a whole number of seconds, no step in that round
+        return label in ("int 7", "float nan")
     if isinstance(part, int) and "param_groups" in names:  # a setting that was given as a whole number
         return label.startswith("float")
     if override and names[0] == "fingerprint":  # whatever it was, this call says what it is now
         return len(names) > 1 or label.startswith("with")
-    return override and names[0] == "feeds" and ("generators" in names or "options" in names or "first" in names)
+    replaced_anyway = {"generators", "options", "first", "stream"}
+    return override and names[0] == "feeds" and not replaced_anyway.isdisjoint(names)
 
 
 def words(place: Place) -> str:

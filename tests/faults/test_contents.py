@@ -155,6 +155,20 @@ def test_parts_that_were_once_accepted_are_refused_by_name(tmp_path):
         judge(caught.value, place)
 
 
+def test_a_refusal_leaves_the_random_numbers_of_the_program(tmp_path):
+    kind, file = KINDS["counting"], tmp_path / "run.pt"
+    call(kind, file, steps=4)
+    good = load(file)
+    (tmp_path / "run.pt.1").unlink()
+    save(file, replaced(good, ("feeds", "train", "first"), "another"))
+    np.random.random(5)
+    random.random()
+    drawn = global_numbers()
+    with pytest.raises(bilevel.CheckpointError, match=r"the first batch of pass .* is another one"):
+        call(kind, file, steps=5)
+    assert global_numbers() == drawn
+
+
 def put(parent, key, value):
     if isinstance(parent, dict):
         return parent | {key: value}
