@@ -14,7 +14,7 @@ from bilevel.loop.sources import get_global, set_global
 from bilevel.loop.together import own_part
 from bilevel.solver.files import refusal
 from bilevel.solver.fingerprint import FIXED, OPTIMIZERS, SCHEDULERS, Fingerprint, differences, taken_over
-from bilevel.solver.state import check, save
+from bilevel.solver.state import check, live
 
 Value = TypeVar("Value")
 SLACK = 1000
@@ -91,7 +91,7 @@ def go_on(run: Run, state: dict[str, Any], keeper: Keeper, *, override: bool) ->
             state = state | {"solver": taken_over(run.solver, state["solver"], state["fingerprint"], changed)}
         rows = _from_main(run, lambda: keeper.history(state, lenient=override))
         run.check(state, rows)
-        check(run.solver, state["solver"], save(run.solver))
+        check(run.solver, state["solver"], live(run.solver))
         for name in feeds if state["feeds"] is not None else ():
             _check_feed(run, feeds[name], state, changed=override)
         for name, feed in feeds.items():

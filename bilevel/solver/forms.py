@@ -176,7 +176,7 @@ def _after_a_step(param: Tensor, group: dict[str, Any], optimizer: Optimizer) ->
     """What a copy of an optimizer remembers of a parameter; None for one that makes no step with a gradient of zero."""
     zeros = torch.zeros(param.shape, dtype=param.dtype, device=param.device, requires_grad=True)
     if isinstance(optimizer, torch.optim.SGD):  # the momentum may have been there before, or come later
-        return {"momentum_buffer": Maybe(zeros.detach())}
+        return {"momentum_buffer": Maybe(zeros.detach().to("meta"))}
     zeros.grad = torch.zeros_like(zeros)
     copy = object.__new__(type(optimizer))
     groups = [group | {"params": [zeros]}]
@@ -198,9 +198,10 @@ def _after_a_step(param: Tensor, group: dict[str, Any], optimizer: Optimizer) ->
 def _of_memory(name: str, value: Any) -> Any:
     if name == "step":
         return Step()
-    if isinstance(value, Tensor) and value.is_floating_point() and name in NEVER_NEGATIVE:
-        return Within(value, 0.0)
-    return value if isinstance(value, Tensor) else form_of(value)
+    if not isinstance(value, Tensor):
+        return form_of(value)
+    own = value.to("meta")  # shape and dtype, without memory
+    return Within(own, 0.0) if value.is_floating_point() and name in NEVER_NEGATIVE else own
 
 
 def _is_of_torch(value: object) -> bool:
