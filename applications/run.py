@@ -361,6 +361,8 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: If it holds anything else, or is larger than such a file can be.
     """
     remedy = "Remove it, or choose another --out."
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no file. {remedy}")
     if path.stat().st_size > LARGEST_JSON:
         raise ValueError(f"{path} is damaged: it has {path.stat().st_size} bytes. {remedy}")
     try:
