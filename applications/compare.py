@@ -14,7 +14,7 @@ import numpy as np
 import bilevel
 from applications.curves import Curve, average
 from applications.paper import COLUMNS, PAPER, PAPER_ACCURACY, Pair
-from applications.run import read_json
+from applications.run import read_summary
 from applications.tables import Sheet, mean_and_deviation, page, read_csv, shown, write_csv
 from applications.task import FIXED, SEARCHES, STOPPED
 
@@ -228,7 +228,7 @@ def pairs(table: Table) -> Sheet:
 def _behind(run: Result, base: Result) -> Pair:
     """By how many percent the two losses of a run are above those of another one."""
     (first, second), (valid, test) = _loss_pairs([run])[0], _loss_pairs([base])[0]
-    return 100 * (first / valid - 1), 100 * (second / test - 1)
+    return 100 * (first / valid - 1 if valid else math.nan), 100 * (second / test - 1 if test else math.nan)
 
 
 def _error(gaps: Sequence[Pair], part: int) -> str:
@@ -241,7 +241,11 @@ def accuracy(table: Table) -> Sheet:
     """The accuracies of the same weights, ``tab:acc``; without rows if no run has them."""
     having: Table = {}
     for row, methods in table.items():
-        kept = {m: r for m, r in methods.items() if all("accuracy" in run.summary["valid"] for run in r)}
+        kept = {
+            m: r
+            for m, r in methods.items()
+            if all("accuracy" in run.summary[p] for run in r for p in ("valid", "test"))
+        }
         if kept:
             having[row] = kept
     title = "Validation (test) accuracy in percent, of the weights with the best validation loss."
@@ -326,10 +330,7 @@ def _result(folder: Path) -> Result:
     path = folder / "summary.json"
     if not path.exists():
         raise ValueError("it has no summary.json, so the run is not finished")
-    try:
-        summary = read_json(path)
-    except ValueError as error:
-        raise ValueError(f"summary.json is damaged ({error})") from None
+    summary = read_summary(path)
     if summary["stopped"] in STOPPED:
         raise ValueError(f"it was {summary['stopped']}; the same command goes on with it")
     if not all(math.isfinite(summary[part]["loss"]) for part in ("valid", "test")):
@@ -337,8 +338,6 @@ def _result(folder: Path) -> Result:
     row = summary["task"]
     row += ", input dropout only" if summary["settings"].get("only_input") else ""
     row += ", generated data" if summary["data"] == "generated" else ""
-    for key in ("seed", "epochs", "seconds", "init"):
-        summary[key]
     result = Result(folder, row, summary["method"], summary)
     try:
         curve(result, "seconds")

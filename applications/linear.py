@@ -39,7 +39,7 @@ from tqdm.auto import tqdm
 import bilevel
 from applications.linear_model import hyperparameter, make_problem
 from applications.optima import PROBLEMS, ClosedForm, Split, first_inside, load
-from applications.run import choose_device, environment, write
+from applications.run import choose_device, environment, read_json, write
 from applications.task import STOPPED, Batches
 from applications.trajectories import Panel, Run, draw, read_csv, score, summary, table, write_csv
 
@@ -293,8 +293,14 @@ def draw_again(folder: Path, data: Path | None, figure: Path) -> None:
         found = ", ".join(table.name for table in tables) or "nothing"
         raise ValueError(f"--figure draws the one table linear_*.csv in --out {folder}; found {found}.")
     stem = tables[0].with_suffix("")
-    settings = json.loads(Path(f"{stem}_settings.json").read_text(encoding="utf-8"))
-    chosen = {name: settings[name] for name in ("problem", "undivided", "above")}
+    settings = read_json(Path(f"{stem}_settings.json"))
+    chosen: dict[str, Any] = {name: settings.get(name) for name in ("problem", "undivided", "above")}
+    above = chosen["above"]
+    fits = {"problem": chosen["problem"] in PROBLEMS, "undivided": isinstance(chosen["undivided"], bool)}
+    fits["above"] = above is None or (type(above) in (int, float) and math.isfinite(above))
+    for name, good in fits.items():
+        if not good:
+            raise ValueError(f"{stem}_settings.json is damaged: {name!r} is {chosen[name]!r}.")
     panels = []
     for (name, seed), runs in read_csv(tables[0]).items():
         panel, _ = empty_panel(load(name, seed, data), **chosen)

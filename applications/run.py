@@ -24,6 +24,12 @@ from applications.task import FIXED, SELF_TUNING, STOPPED, Experiment, Settings,
 
 LARGEST_JSON = 16 * 2**20
 """Of settings, summary and environment, in bytes."""
+PARTS: dict[str, type] = {
+    **dict.fromkeys(("stopped", "task", "method", "data"), str),
+    **{"seed": int, "epochs": float, "seconds": float},
+    **dict.fromkeys(("init", "settings", "valid", "test"), dict),
+}
+"""Of a summary, and what they are."""
 
 
 def run(
@@ -268,7 +274,7 @@ def describe(
 def finished(out: Path, described: Mapping[str, Any], files: Iterable[str]) -> dict[str, Any] | None:
     """The summary of a run that is over and has all its files, if it is the one that is described."""
     try:
-        summary = read_json(out / "summary.json")
+        summary = read_summary(out / "summary.json")
     except (OSError, ValueError):
         return None
     same = all(summary.get(key) == value for key, value in json.loads(json.dumps(described)).items())
@@ -355,6 +361,8 @@ def read_json(path: Path) -> dict[str, Any]:
         ValueError: If it holds anything else, or is larger than such a file can be.
     """
     remedy = "Remove it, or choose another --out."
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no file. {remedy}")
     if path.stat().st_size > LARGEST_JSON:
         raise ValueError(f"{path} is damaged: it has {path.stat().st_size} bytes. {remedy}")
     try:
@@ -364,6 +372,40 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{path} is damaged: it holds no JSON object. {remedy}")
     return content
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """What a run came to.
+
+    Args:
+        path: Of ``summary.json``.
+
+    Returns:
+        The summary.
+
+    Raises:
+        ValueError: If a part is missing or of another kind.
+    """
+    try:
+        summary = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{path.name} is damaged ({error})") from None
+    for name, kind in PARTS.items():
+        if name not in summary:
+            raise ValueError(f"{name!r} is missing in {path.name}")
+        value = summary[name]
+        fits = _is_number(value) if kind is float else type(value) is kind
+        if name in ("valid", "test"):
+            fits = fits and "loss" in value and all(map(_is_number, value.values()))
+        if not fits:
+            raise ValueError(f"{path.name} is damaged: {name!r} is {f'{value!r}'[:60]}")
+    if not _is_number(summary.get("processor_share", 1.0)):
+        raise ValueError(f"{path.name} is damaged: its 'processor_share' is no number")
+    return summary
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) is float or (type(value) is int and abs(value) < 1 << 53)
 
 
 def write(path: Path, content: dict[str, Any]) -> None:
@@ -410,7 +452,8 @@ def note_environment(path: Path, device: torch.device) -> None:
         try:
             first = read_json(path)
             before = first.get("continued", [])
-            now = {**first, "continued": [*(before if isinstance(before, list) else []), now]}
+            write(path, {**first, "continued": [*(before if isinstance(before, list) else []), now]})
+            return
         except ValueError as error:  # it is for the reader only, and must not keep a run from going on
             print(f"warning: {error} It is written anew.", flush=True)
     write(path, now)

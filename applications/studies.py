@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 import bilevel
-from applications.run import describe, read_json, run
+from applications.run import describe, read_summary, run
 from applications.tables import markdown, read_csv, shown, write_csv
 from applications.task import SEARCHES, STOPPED, Settings, Task, as_usual
 
@@ -299,7 +299,7 @@ def _run(
     """
     wanted = json.loads(json.dumps(describe(task, method, settings, data=more["data"], seed=more["seed"], init=init)))
     try:
-        summary = read_json(out / "summary.json")
+        summary = read_summary(out / "summary.json")
     except (OSError, ValueError):
         summary = {}
     if summary.get("stopped") == "epochs" and all(summary.get(key) == value for key, value in wanted.items()):

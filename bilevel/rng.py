@@ -72,6 +72,9 @@ class Stream:
             ValueError: If it is no random state, or was taken on another kind of device.
         """
         try:
+            fits = isinstance(states, list) and all(isinstance(state, Tensor) for state in states)
+            if not fits or [state.shape for state in states] != [own.shape for own in self.states]:
+                raise ValueError("no list of tensors of that size")
             pairs = zip(self.devices, states, strict=True)
             self.states = [torch.Generator(where).set_state(state.cpu()).get_state() for where, state in pairs]
         except (AttributeError, RuntimeError, TypeError, ValueError) as error:

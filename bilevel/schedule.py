@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from bilevel.checkpoint.layout import Count, Each, Free, Text, check_form
 from bilevel.dropouts import DropoutRate
 from bilevel.history import History
 from bilevel.hyper import LISTED_ENTRIES, Hyper, Space, suggest
@@ -183,14 +185,39 @@ class Schedule:
         """
         try:
             data = json.loads(Path(path).read_text(encoding="utf-8"))
+            if not isinstance(data, dict):
+                raise ValueError("it holds no JSON object")
             if data["format"] != FORMAT or data["version"] != 1:
                 raise ValueError(f"format {data['format']!r}, version {data['version']!r}")
+            names = Each(Text(), list)
+            form = {"format": FORMAT, "version": 1, "rounds": Count(), "values": Each(Free()), "weights": Each(names)}
+            check_form("it", {"decoupled": [], **data}, form | {"modules": Each(names), "decoupled": names})
             values = data["values"]
-            if not values or {len(entries) for entries in values.values()} != {data["rounds"] + 1}:
-                raise ValueError(f"not {data['rounds'] + 1} values for each hyperparameter")
-            return cls(values, data["weights"], data["modules"], data.get("decoupled", []))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{path} is no schedule of version 1: {error}.") from error
+            for name, entries in values.items():
+                if not isinstance(entries, list) or len(entries) != data["rounds"] + 1:
+                    raise ValueError(f"not {data['rounds'] + 1} values for {name!r}")
+                if None in (shapes := {_shape(entry) for entry in entries}) or len(shapes) > 1:
+                    raise ValueError(f"the values of {name!r} are not finite numbers of one shape")
+            decoupled = data.get("decoupled", [])
+            unknown = [name for name in (*data["weights"], *data["modules"], *decoupled) if name not in values]
+            if unknown or not values:
+                raise ValueError(f"no values for {unknown[0]!r}" if unknown else "it has no values")
+            return cls(values, data["weights"], data["modules"], decoupled)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            what = "nested too deeply" if isinstance(error, RecursionError) else str(error).rstrip(".")
+            raise ValueError(f"{path} is no schedule of version 1: {what}.") from error
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    """The shape of nested lists of finite numbers; None for anything else."""
+    if not isinstance(value, list):
+        plain = isinstance(value, int | float) and not isinstance(value, bool)
+        return () if plain and abs(value) <= sys.float_info.max else None
+    shapes = {_shape(entry) for entry in value}
+    if len(shapes) > 1:
+        return None
+    inner = shapes.pop() if shapes else ()
+    return None if inner is None else (len(value), *inner)
 
 
 def schedule_of(

@@ -98,6 +98,43 @@ def test_other_files_are_refused(tmp_path, text):
         bilevel.Schedule.load(tmp_path / "a.json")
 
 
+PARTS = [
+    ("values", {}, "it has no values"),
+    ("values", [], "it\\['values'\\] is a list of 0, not a dict"),
+    ("values", {"rate": [0.1, "0.2", 0.3]}, "of 'rate' are not finite numbers of one shape"),
+    ("values", {"rate": [0.1, True, 0.3]}, "of 'rate' are not finite numbers of one shape"),
+    ("values", {"rate": [0.1, float("nan"), 0.3]}, "of 'rate' are not finite numbers of one shape"),
+    ("values", {"rate": [0.1, 10**400, 0.3]}, "of 'rate' are not finite numbers of one shape"),
+    ("values", {"rate": [[0.1], [0.1, 0.2], [0.3]]}, "of 'rate' are not finite numbers of one shape"),
+    ("values", {"rate": [[0.1, [0.2]]] * 3}, "of 'rate' are not finite numbers of one shape"),
+    ("values", {"rate": [0.1]}, "not 3 values for 'rate'"),
+    ("rounds", -1, "'rounds'.* is -1, not a whole number"),
+    ("rounds", 2.0, "'rounds'.* is 2.0, not a whole number"),
+    ("weights", {"decay": ["0.weight"]}, "no values for 'decay'"),
+    ("weights", {"rate": "0.weight"}, "'weights'.*is '0.weight', not a list"),
+    ("modules", {"rate": [0]}, "'modules'.* is 0, not text"),
+    ("modules", None, "'modules'.* is None, not a dict"),
+    ("decoupled", ["decay"], "no values for 'decay'"),
+    ("more", 1, "has 'more', which does not belong there"),
+]
+
+
+@pytest.mark.parametrize(("part", "value", "message"), PARTS)
+def test_files_made_by_hand_are_refused_by_name(tmp_path, part, value, message):
+    bilevel.Schedule({"rate": [0.1, 0.2, 0.3]}).save(tmp_path / "a.json")
+    data = json.loads((tmp_path / "a.json").read_text())
+    bilevel.Schedule.load(tmp_path / "a.json")
+    (tmp_path / "a.json").write_text(json.dumps({**data, part: value}))
+    with pytest.raises(ValueError, match=f"a.json is no schedule of version 1: .*{message}"):
+        bilevel.Schedule.load(tmp_path / "a.json")
+
+
+def test_a_file_that_is_nested_too_deeply_is_refused(tmp_path):
+    (tmp_path / "a.json").write_text("[" * 10**5)
+    with pytest.raises(ValueError, match=r"a\.json is no schedule of version 1: nested too deeply"):
+        bilevel.Schedule.load(tmp_path / "a.json")
+
+
 def test_a_file_that_was_cut_is_refused(tmp_path):
     schedule = tuned().schedule()
     schedule.save(tmp_path / "a.json")

@@ -2,7 +2,7 @@
 
 from bilevel.checkpoint.errors import CheckpointError, CheckpointWarning
 from bilevel.checkpoint.file import load, save
-from bilevel.checkpoint.layout import check_layout, check_memory
+from bilevel.checkpoint.layout import check_form, describe
 from bilevel.checkpoint.store import Store, newest
 
-__all__ = ["CheckpointError", "CheckpointWarning", "Store", "check_layout", "check_memory", "load", "newest", "save"]
+__all__ = ["CheckpointError", "CheckpointWarning", "Store", "check_form", "describe", "load", "newest", "save"]

@@ -11,9 +11,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from bilevel.arguments import length
+from bilevel.checkpoint import CheckpointError, check_form
+from bilevel.checkpoint.layout import Count, Each, Flag, Free, Maybe, Plain, Text
 from bilevel.loop.sources import (
     FUNCTIONS,
     SEED,
+    form_of_global,
+    form_of_state,
     generators,
     get_global,
     keeps_what_it_draws,
@@ -159,10 +163,43 @@ class Feed:
         state |= {"first": self._first, "options": self._options, "draws": self._draws}
         state |= {"batches": self._batches, "random": self._random}
         state["generators"] = [state_of(generator) for generator in generators(self._source)]
-        state["numbers"] = {"first": self._first_numbers, "now": self._numbers(), "moving": self._moved()}
+        now = dict.fromkeys(self._first_numbers) | self._numbers()  # None: it is no number any more
+        state["numbers"] = {"first": self._first_numbers, "now": now, "moving": self._moved()}
         if self._stateful:
             state["loader"] = self.loader.state_dict()  # type: ignore[attr-defined]
         return state
+
+    def check(self, path: str, state: Any, *, changed: bool = False) -> None:
+        """Refuse what no feed could have saved.
+
+        Args:
+            path: Where it is, for the message.
+            state: Anything.
+            changed: Whether the data may be other ones.
+
+        Raises:
+            ValueError: At the first difference.
+        """
+        numbers = Each(Maybe(Count(None, None)))
+        form: dict[str, Any] = {"passes": Count(), "given": Count(), "first": Maybe(Text()), "batches": Text()}
+        form |= {"draws": Flag(), "random": Flag(), "options": Each(Plain()), "generators": Each(Free(), list)}
+        form |= {"numbers": {"first": numbers, "now": numbers, "moving": Each(Text(), list)}}
+        own_stream = self.stream.state_dict()
+        start = {name: Free() for name in self._now()} | {"generators": Each(Free(), list), "numbers": numbers}
+        form |= {
+            "start": start | {"global": form_of_global()} | {"stream": Each(Free(), list) if changed else own_stream}
+        }
+        has = "loader" in state if changed and isinstance(state, dict) else self._stateful
+        check_form(path, state, form | ({"loader": Free()} if has else {}))
+        if state["first"] is None and (state["passes"] or state["given"]):
+            raise ValueError(f"{path} has made {state['passes']} passes, but has no first batch.")
+        first, now, moving = (state["numbers"][name] for name in ("first", "now", "moving"))
+        if not first.keys() <= now.keys() or not {name for name in first if first[name] != now[name]} <= {*moving}:
+            raise ValueError(f"{path}['numbers'] does not say what became of all numbers.")
+        own = [form_of_state(generator) for generator in generators(self._source)]
+        for place, saved in (("generators", state), ("start", state["start"])):
+            if not changed and len(saved["generators"]) == len(own):
+                check_form(f"{path}[{place!r}]", saved["generators"], own)
 
     def load_state_dict(self, state: dict[str, Any], *, changed: bool = False) -> str | None:
         """Go to where another feed of the same loader was; leaves the random streams somewhere else.
@@ -173,20 +210,29 @@ class Feed:
 
         Returns:
             What is wrong with the loader, if it gives other batches; None if nothing is.
+
+        Raises:
+            CheckpointError: If a loader does not take the state that it is said to have had.
         """
         self.passes, self._first, self._draws = state["passes"], state["first"], state["draws"]
-        problem = self._other_options(state["options"]) or self._other_numbers(state["numbers"])
+        other = self._other_generators(state)
+        problem = self._other_options(state["options"]) or self._other_numbers(state["numbers"]) or other
         self._moving = set(state["numbers"]["moving"])
         if problem is not None and not changed:
             return problem
         reseeded = problem is not None and state["options"].get(SEED) != self._options.get(SEED)
         problem = None
-        if reseeded:
+        if reseeded or other is not None:
             self.begin_pass(state["passes"])
             self._set_numbers(state["numbers"]["now"])
             return None
         if self._stateful and "loader" in state:
-            self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+            try:
+                self.loader.load_state_dict(state["loader"])  # type: ignore[attr-defined]
+            except Exception as error:
+                raise CheckpointError(
+                    f"checkpoint: the state of {self.name} does not fit its loader ({type(error).__name__}: {error})."
+                ) from error
             self._given, self._start = state["given"], state["start"]
             if self._given:
                 with self.stream():
@@ -230,6 +276,20 @@ class Feed:
             new = self._first_numbers.get(name, old)
             if old != new and name not in before["moving"]:
                 return f"{self.name}: {name} was {old}, this call has {new}"
+        for name in self._first_numbers.keys() - before["first"].keys():
+            return f"{self.name}: {name} was nothing, this call has {self._first_numbers[name]}"
+        return None
+
+    def _other_generators(self, before: dict[str, Any]) -> str | None:
+        """What changed about the random generators."""
+        own = [form_of_state(generator) for generator in generators(self._source)]
+        for saved in (before["start"]["generators"], before["generators"]):
+            if len(saved) != len(own):
+                return f"{self.name}: number of random generators was {len(saved)}, this call has {len(own)}"
+            try:
+                check_form("generators", saved, own)
+            except ValueError:
+                return f"{self.name}: a random generator is of another kind"
         return None
 
     def _numbers(self) -> dict[str, int]:
@@ -240,9 +300,9 @@ class Feed:
         now = self._numbers()
         return sorted(self._moving | {name for name, first in self._first_numbers.items() if now.get(name) != first})
 
-    def _set_numbers(self, values: dict[str, int]) -> None:
+    def _set_numbers(self, values: dict[str, int | None]) -> None:
         moved = self._moved()
-        set_numbers(self._source, {name: value for name, value in values.items() if name in moved})
+        set_numbers(self._source, {n: value for n, value in values.items() if n in moved and value is not None})
 
     def _start_again(self, given: int, batches: str) -> None:
         """Begin the present pass anew, with other workers, and go to where it was."""
@@ -267,10 +327,7 @@ class Feed:
 
     def _read_again(self, state: dict[str, Any]) -> str | None:
         """Draw the batches of the pass that was under way; of one that was over, the first one."""
-        start, own = state["start"], len(generators(self._source))
-        if own != len(start["generators"]):
-            return f"{self.name}: number of random generators was {len(start['generators'])}, this call has {own}"
-        self._go_to(start)
+        self._go_to(state["start"])
         for index in range(max(1, state["given"])):
             next(self)
             if index == 0 and self._first != state["first"]:

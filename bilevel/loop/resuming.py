@@ -5,15 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from bilevel.arguments import check_integer
-from bilevel.checkpoint import CheckpointError
+from bilevel.checkpoint import CheckpointError, check_form
+from bilevel.checkpoint.layout import Count, Each, Free, Text
+from bilevel.loop.feed import Feed
 from bilevel.loop.keeping import Keeper
 from bilevel.loop.run import Run
+from bilevel.loop.sources import get_global, set_global
 from bilevel.loop.together import own_part
 from bilevel.solver.files import refusal
 from bilevel.solver.fingerprint import FIXED, OPTIMIZERS, SCHEDULERS, Fingerprint, differences, taken_over
+from bilevel.solver.state import check, live
 
 Value = TypeVar("Value")
+SLACK = 1000
+"""Rounds of a former call may have been larger than those of this one."""
 
 
 def fingerprint_of(run: Run, settings: dict[str, Any], *, default_outer: bool) -> Fingerprint:
@@ -68,32 +73,42 @@ def go_on(run: Run, state: dict[str, Any], keeper: Keeper, *, override: bool) ->
         CheckpointError: If the checkpoint belongs to another run.
     """  # noqa: DOC501
     where = None if keeper.store is None else keeper.store.path
+    drawn = get_global()
     try:
-        for key in ("rounds", "stale"):
-            check_integer(key, state[key], 0)
-        if not isinstance(state["seconds"], float) or not state["seconds"] >= 0:
-            raise ValueError("its seconds are no time")
+        lacks = [key for key in ("solver", "fingerprint", "feeds", "global", "log") if key not in state]
+        if lacks:
+            raise ValueError(f"state lacks {lacks[0]!r}.")
+        feeds = {feed.name: feed for feed in (run.train, run.valid)}
+        check_form("state['log']", state["log"], {"bytes": Count(), "sha256": Text()})
+        check_form("state['feeds']", state["feeds"], dict.fromkeys(feeds, Each(Free())))
         changed = _from_main(run, lambda: differences(state["fingerprint"], run.fingerprint))
         if changed and (not override or any(name in FIXED for name in changed)):
             raise CheckpointError(refusal(where, changed, "resume='override'"))
-        passes = {name: entry["passes"] for name, entry in state["feeds"].items()}
+        passes = {name: entry.get("passes") for name, entry in state["feeds"].items()}
+        check_form("passes", passes, dict.fromkeys(feeds, Count()))
         state = own_part(run, state)
-        for feed in (run.train, run.valid):
-            if state["feeds"] is None:  # another number of processes, with other shares
-                feed.begin_pass(passes[feed.name])
-                continue
-            problem = feed.load_state_dict(state["feeds"][feed.name], changed=override)
-            if problem is not None and not override:
-                raise CheckpointError(refusal(where, {feed.name: problem}, "resume='override'"))
-            if feed.doubt is not None:
-                keeper.warn(feed.doubt)
         if override:
             state = state | {"solver": taken_over(run.solver, state["solver"], state["fingerprint"], changed)}
         rows = _from_main(run, lambda: keeper.history(state, lenient=override))
+        run.check(state, rows)
+        check(run.solver, state["solver"], live(run.solver))
+        for name in feeds if state["feeds"] is not None else ():
+            _check_feed(run, feeds[name], state, changed=override)
+        for name, feed in feeds.items():
+            if state["feeds"] is None:  # another number of processes, with other shares
+                feed.begin_pass(passes[name])
+                continue
+            problem = feed.load_state_dict(state["feeds"][name], changed=override)
+            if problem is not None and not override:
+                raise CheckpointError(refusal(where, {name: problem}, "resume='override'"))
+            if feed.doubt is not None:
+                keeper.warn(feed.doubt)
         run.load_state_dict(state, rows)
     except CheckpointError:
+        set_global(drawn)
         raise
     except (LookupError, TypeError, ValueError, AttributeError, RuntimeError, ArithmeticError) as error:
+        set_global(drawn)
         raise CheckpointError(f"checkpoint: {where} does not fit this run: {error}") from error
 
 
@@ -109,6 +124,15 @@ def news(run: Run, keeper: Keeper) -> str:
         f"bilevel.solve: the run in {file} is over ({run.stopped}, {run.rounds} rounds), and its solution is returned "
         "without training. For a new run, give another file."
     )
+
+
+def _check_feed(run: Run, feed: Feed, state: dict[str, Any], *, changed: bool) -> None:
+    """Refuse what is no state of a feed, also one that would have drawn more batches than the rounds had time for."""
+    place = f"state['feeds'][{feed.name!r}]"
+    feed.check(place, state["feeds"][feed.name], changed=changed)
+    drawn = state["feeds"][feed.name]["given"] + state["feeds"][feed.name]["passes"]
+    if drawn > SLACK * state["rounds"] * max(run.batches_per_round, run.outer_steps):
+        raise ValueError(f"{place} has drawn {drawn} batches in {state['rounds']} rounds.")
 
 
 def _from_main(run: Run, function: Callable[[], Value]) -> Value:

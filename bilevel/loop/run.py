@@ -11,16 +11,17 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from bilevel.arguments import check_integer
-from bilevel.checkpoint import check_layout
+from bilevel.checkpoint import check_form
+from bilevel.checkpoint.layout import Count, Free, Maybe, Number, Within
 from bilevel.history import History
 from bilevel.interrupts import Waiting
 from bilevel.loop.feed import Feed
 from bilevel.loop.signal import Signal
 from bilevel.loop.solution import Best, Round, Solution
-from bilevel.loop.sources import get_global, set_global
+from bilevel.loop.sources import form_of_global, get_global, set_global
 from bilevel.parallel import divided, whole
 from bilevel.solver import DivergenceError, OuterStep, Solver
+from bilevel.solver.forms import of_buffers
 from bilevel.solver.state import live, streams
 
 
@@ -174,6 +175,41 @@ class Run:
     def _feeds(self) -> dict[str, Any]:
         return {feed.name: feed.state_dict() for feed in (self.train, self.valid)}
 
+    def check(self, state: Any, rows: list[dict[str, float]]) -> None:
+        """Refuse what this run could not have saved, beside its fingerprint, its feeds and its solver.
+
+        Args:
+            state: Of :meth:`state_dict`.
+            rows: Of the history; none if it is lost.
+
+        Raises:
+            ValueError: At the first difference.
+        """
+        problem = self.solver.problem
+        levels = {level: Count() for level in ("inner", "outer")}
+        reached = {level: Count(-1) for level in levels}
+        form = dict.fromkeys(("fingerprint", "feeds", "solver"), Free()) | {"rounds": Count(), "seconds": Number(0.0)}
+        form |= {"bad_steps": {"dropped": Count(), "in_a_row": levels, "reached": reached}}
+        form |= {"global": form_of_global(), "signal": self.signal.form}
+        form |= {"stale": Count(), "log": Free()}
+        best: dict[str, Any] = {"round": Count(1), "validation_loss": Number(), "inner_loss": Number(nan=True)}
+        own = self.solver.hyper
+        best["hyper"] = {name: Within(own[name], h.low, h.high) for name, h in problem.space.hyper.items()}
+        best["params"] = {n: torch.empty(p.shape, dtype=p.dtype, device="meta") for n, p in problem.params.items()}
+        best["buffers"] = of_buffers(self.solver.response.inner.buffer_values())
+        check_form("state", state, form | {"best": Maybe(best)} | ({"ranks": Free()} if "ranks" in state else {}))
+        rounds = state["rounds"]
+        if rows and rows[-1].get("round") != rounds:
+            raise ValueError(f"state['rounds'] is {rounds}, but its log ends with round {rows[-1].get('round')}.")
+        round_of_best = 0 if state["best"] is None else state["best"]["round"]
+        if state["stale"] > rounds or round_of_best > rounds:
+            raise ValueError(f"state has rounds {rounds}, stale {state['stale']} and a best round {round_of_best}.")
+        losses = {row["round"]: row["validation_loss"] for row in rows if "validation_loss" in row}
+        if losses and round_of_best == 0:
+            raise ValueError("state['best'] is None, but its log has validation losses.")
+        if state["best"] is not None and losses.get(round_of_best, loss := state["best"]["validation_loss"]) != loss:
+            raise ValueError(f"state['best'] has a validation loss of {loss:g}, its log {losses[round_of_best]:g}.")
+
     def load_state_dict(self, state: dict[str, Any], rows: list[dict[str, float]]) -> None:
         """Go on from there; the feeds are there already.
 
@@ -188,24 +224,12 @@ class Run:
         self.signal.load_state_dict(state["signal"], self.solver.to_device)
         if state["best"] is not None:
             best = self.solver.to_device(state["best"])
-            self._check_best(best)
             self.best_buffers = best.pop("buffers")
             if self.solver.shards is not None:
                 best["params"] = {n: divided(v, self.solver.problem.params[n]) for n, v in best["params"].items()}
             self.best = Best(**best, state_dict=self.solver.problem.state_dict(best["params"], self.best_buffers))
         self.stale, self.rounds = state["stale"], state["rounds"]
         self.started = time.perf_counter() - state["seconds"]
-
-    def _check_best(self, best: dict[str, Any]) -> None:
-        check_integer("best.round", best["round"], 0)
-        for name in ("validation_loss", "inner_loss"):
-            if not isinstance(best[name], float):
-                raise ValueError(f"best.{name} is not a number")
-        buffers = self.solver.response.inner.buffer_values()
-        own = {"hyper": dict(self.solver.hyper), "buffers": buffers}
-        own |= {"params": self.solver.params} if self.solver.shards is None else {}
-        for name, value in own.items():
-            check_layout(f"best.{name}", best[name], value)
 
     def finish(self) -> None:
         """Measure the validation loss of the last round, if it has not been."""

@@ -8,8 +8,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from bilevel.arguments import check_integer
-from bilevel.checkpoint import check_layout
+from bilevel.checkpoint.layout import Count, Within
 
 DECAY = 0.95
 FIRST = 10
@@ -103,11 +102,16 @@ class Signal:
             "largest_square": self._largest_square,
         }
 
+    @property
+    def form(self) -> dict[str, Any]:
+        """Of :meth:`state_dict`."""
+        own = self.state_dict()
+        squares = {name: Within(own[name], 0.0) for name in ("square", "squares", "peak", "largest_square")}
+        return own | {"steps": Count()} | squares
+
     def load_state_dict(self, state: dict[str, Any], to_device: Callable[[Any], Any]) -> None:
         """Go on from :meth:`state_dict`."""
         state = to_device(state)
-        check_integer("signal.steps", state["steps"], 0)
-        check_layout("signal", state, self.state_dict())
         self.steps = state["steps"]
         self._mean, self._square = state["mean"], state["square"]
         self._total, self._squares, self._peak = state["total"], state["squares"], state["peak"]

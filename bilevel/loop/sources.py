@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from bilevel.arguments import length
 from bilevel.checkpoint import CheckpointError
+from bilevel.checkpoint.layout import Count, Maybe, Number
 from bilevel.solver.code import attributes, code_of, digest, of_user, sample
 
 FEW = 64
@@ -26,6 +27,8 @@ MANY = 10_000
 LONG = 100_000
 """Of longer lists, a sample of the numbers counts."""
 HELD = (Tensor, np.ndarray, list, tuple, range)
+LIMITS = {"pos": 624, "buffer_pos": 4, "has_gauss": 1, "has_uint32": 1, "uinteger": 2**32 - 1}
+"""The largest values of what NumPy's generators count."""
 SEED = "seed of its generator"
 FUNCTIONS = ("collate_fn", "worker_init_fn", "transform")
 CALLED = ("__iter__", "__next__", "__getitem__", "__getitems__", "__call__")
@@ -206,6 +209,11 @@ def get_global() -> list[Any]:
     return [state_of(np.random.mtrand._rand), state_of(random)]
 
 
+def form_of_global() -> list[Any]:
+    """The form of :func:`get_global`."""
+    return [form_of_state(np.random.mtrand._rand), form_of_state(random)]
+
+
 def set_global(states: list[Any]) -> None:
     """Return to :func:`get_global`."""
     for module, state in zip((np.random.mtrand._rand, random), states, strict=True):
@@ -224,6 +232,29 @@ def state_of(generator: Any) -> Any:
     return {"version": version, "numbers": torch.tensor(numbers, dtype=torch.int64), "rest": rest}
 
 
+def form_of_state(generator: Any) -> Any:
+    """The form of :func:`state_of`.
+
+    Args:
+        generator: Or the module ``random``.
+
+    Returns:
+        The form; NumPy does not see that a number is too large, and reads beyond its memory.
+    """
+
+    def form(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {k: Count(0, LIMITS[k]) if k in LIMITS else form(entry) for k, entry in value.items()}
+        if isinstance(value, int):
+            return Count(0, None)
+        return Number() if isinstance(value, float) else value
+
+    own = state_of(generator)
+    if isinstance(generator, torch.Generator | np.random.Generator | np.random.RandomState):
+        return form(own)
+    return own | {"rest": Maybe(Number())}
+
+
 def restore(generator: Any, state: Any) -> None:
     """Return to :func:`state_of`.
 
@@ -239,7 +270,7 @@ def restore(generator: Any, state: Any) -> None:
             generator.set_state(state)
         else:
             generator.setstate((state["version"], tuple(state["numbers"].tolist()), state["rest"]))
-    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError) as error:
+    except (TypeError, ValueError, KeyError, AttributeError, RuntimeError, OverflowError) as error:
         raise CheckpointError(
             f"checkpoint: a random state does not fit {type(generator).__name__} ({error})."
         ) from error

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from bilevel.checkpoint import CheckpointWarning
+from bilevel.checkpoint import CheckpointWarning, check_form
+from bilevel.checkpoint.layout import Each, Free
 from bilevel.linear_solvers import ConvergenceWarning
 from bilevel.loop.advice import TuningWarning
 from bilevel.loop.keeping import Keeper
@@ -82,9 +83,18 @@ def own_part(run: Run, state: dict[str, Any]) -> dict[str, Any]:
 
     Returns:
         A state as this process would have saved it alone, with ``feeds`` None if they cannot be taken over.
+
+    Raises:
+        ValueError: If it is no such state.
     """
     group = run.solver.group
     ranks = state.get("ranks")
+    check_form("state['solver']", state["solver"], Each(Free()))
+    if "ranks" in state:
+        part = {"streams": Each(Free()), "feeds": Each(Free()), "global": Free()}
+        check_form("state['ranks']", ranks, Each(part, list))
+        if not ranks:
+            raise ValueError("state['ranks'] is empty.")
     size, rank = (1, 0) if group is None else (group.size, group.rank)
     before = 1 if ranks is None else len(ranks)
     own = {"streams": state["solver"]["streams"], "feeds": state["feeds"], "global": state["global"]}

@@ -93,6 +93,8 @@ def read_file(path: Path, *, empty: bool = False) -> Run:
     Raises:
         ValueError: If it is not an event log, or empty.
     """
+    if not path.is_file():  # such as a pipe, which would be waited for
+        raise ValueError(f"{path} is not a file: give an event log (*.jsonl) or a folder.")
     if path.suffix == ".csv":
         return from_folder(path)
     with path.open("rb") as file:

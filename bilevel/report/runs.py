@@ -255,7 +255,7 @@ def from_folder(history: Path) -> Run:
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file, or an empty one if there is none that can be read: a page shows what there is."""
     try:
-        if path.stat().st_size > LARGEST:
+        if not path.is_file() or path.stat().st_size > LARGEST:
             return {}
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

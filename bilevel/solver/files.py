@@ -7,7 +7,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bilevel.checkpoint import CheckpointError, CheckpointWarning, Store, newest
+from bilevel.checkpoint import CheckpointError, CheckpointWarning, Store, check_form, newest
+from bilevel.checkpoint.layout import Free
 from bilevel.solver.fingerprint import FIXED, differences, taken_over
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ def load(solver: Solver, path: Path, *, override: bool) -> None:
     if problem is not None:
         warnings.warn(problem, CheckpointWarning, stacklevel=3)
     try:
+        check_form("its content", content, {"solver": Free(), "fingerprint": Free()})
         state, before = content["solver"], content["fingerprint"]
         found = partial(differences, before, solver.fingerprint)
         changed = found() if solver.group is None else solver.group.from_main(found)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
+from bilevel.checkpoint.layout import Each, Free, Plain, check_form
 from bilevel.hyper import Hyper
 from bilevel.regularizers.decay import DecayRate
 from bilevel.solver.code import code_of, digest, plain_repr
@@ -34,6 +35,9 @@ FIXED = ("method", "hyper", "weights", "dtype")
 
 SAME_STATE = ({"Adam", "AdamW"},)
 """Optimizers that remember the same."""
+
+STATE = {"state": Free(), "param_groups": Each(Each(Free()), list)}
+"""What is taken over of an optimizer, whatever its class."""
 
 SHAPING = ("amsgrad", "centered", "momentum", "capturable")
 """Settings on which it depends what an optimizer remembers."""
@@ -99,14 +103,19 @@ def differences(before: Any, now: Fingerprint) -> dict[str, str]:
 
     Returns:
         What changed, by argument, in words.
-    """
+
+    Raises:
+        ValueError: If the first one is no fingerprint.
+    """  # noqa: DOC502
+    check_form("fingerprint", before, Each(Each(Plain())))
     found = {}
     for name in {**before, **now}:
         old, values = before.get(name, {}), now.get(name, {})
         if old == values:
             continue
         if "code" in values:
-            if old.get("python") == values["python"]:
+            # Code of another version of Python cannot be compared.
+            if not _is_version(old.get("python")) or old["python"] == values["python"] or old.keys() != values.keys():
                 what = "has other settings, code or frozen weights" if name == "network" else "is another function"
                 found[name] = f"{name} {what}" + ("" if name == "network" else ", or reads other values")
             continue
@@ -118,6 +127,10 @@ def differences(before: Any, now: Fingerprint) -> dict[str, str]:
         was = "is another one" if hashed else f"was {_show(one)}, this call has {_show(other)}"
         found[name] = f"{what} {was}"
     return found
+
+
+def _is_version(value: Any) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(type(part) is int and part > 0 for part in value)
 
 
 def taken_over(solver: Solver, state: dict[str, Any], before: Fingerprint, changed: dict[str, str]) -> dict[str, Any]:
@@ -133,6 +146,8 @@ def taken_over(solver: Solver, state: dict[str, Any], before: Fingerprint, chang
         A state that fits the solver.
     """
     own = solver.state_dict()
+    places = {"streams": Free(), "schedulers": Each(Free()), "optimizers": {name: STATE for name in own["optimizers"]}}
+    check_form("state", {key: state.get(key) for key in places} if isinstance(state, dict) else state, places)
     state = copy.copy(state)
     state["optimizers"], state["schedulers"] = dict(state["optimizers"]), dict(state["schedulers"])
     if "seed" in changed or "device" in changed:
@@ -142,8 +157,10 @@ def taken_over(solver: Solver, state: dict[str, Any], before: Fingerprint, chang
         if argument not in changed and schedule not in changed:
             continue
         kept = state["optimizers"][name]["state"]
-        groups = [[len(group["params"]) for group in one["param_groups"]] for one in (state["optimizers"][name], mine)]
-        fits = groups[0] == groups[1] and _fits(before[argument], type(solver.optimizers[name]).__name__, mine)
+        groups = [
+            [f"{group.get('params')}" for group in one["param_groups"]] for one in (state["optimizers"][name], mine)
+        ]
+        fits = groups[0] == groups[1] and _fits(before.get(argument, {}), type(solver.optimizers[name]).__name__, mine)
         if argument in changed and not fits:
             kept = mine["state"]
         state["optimizers"][name] = mine | {"state": kept}

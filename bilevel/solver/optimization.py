@@ -14,7 +14,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch.utils import _pytree as pytree
 
 from bilevel.arguments import Parameters, check_clip, make_optimizer, make_scheduler
-from bilevel.checkpoint import check_memory
 from bilevel.parallel import divided, is_sharded, whole
 from bilevel.response import BestResponse
 from bilevel.structure import Dense, Rowwise
@@ -181,10 +180,7 @@ class Optimization:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from :meth:`state_dict`."""
         for name, optimizer in self.optimizers.items():
-            kept = state["optimizers"][name]
-            if type(optimizer).__module__.startswith("torch."):
-                check_memory(f"state['optimizers'][{name!r}]['state']", kept["state"], self.params[name])
-            optimizer.load_state_dict(_parts(kept, optimizer))
+            optimizer.load_state_dict(_parts(state["optimizers"][name], optimizer))
         for name, scheduler in self.schedulers.items():
             scheduler.load_state_dict(state["schedulers"][name])
 

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from bilevel.arguments import check_integer
-from bilevel.checkpoint import check_layout
+from bilevel.checkpoint import check_form
+from bilevel.checkpoint.layout import Count, Free
 from bilevel.interrupts import Waiting
 from bilevel.parallel import divided, is_sharded, whole
 from bilevel.precision import own_precision
 from bilevel.solver import together
+from bilevel.solver.forms import check_optimizer, of_buffers, of_scheduler
 
 if TYPE_CHECKING:
     from bilevel.solver.solver import Solver
@@ -74,31 +75,40 @@ def streams(solver: Solver) -> dict[str, Any]:
     return {name: stream.state_dict() for name, stream in solver.streams.items()}
 
 
-def check(state: Any, own: dict[str, Any]) -> None:
-    """Refuse a state of another kind of solver.
+def check(solver: Solver, state: Any, own: dict[str, Any]) -> dict[str, Any]:
+    """Refuse what this solver could not have saved.
+
+    Args:
+        solver: That is to go on.
+        state: Anything.
+        own: What the solver saves now.
+
+    Returns:
+        The state, with the streams of this process.
 
     Raises:
-        ValueError: If it is none of this problem, method and optimizers.
+        ValueError: At the first difference.
     """
     missing = sorted(own.keys() - state.keys()) if isinstance(state, dict) else sorted(own)
     if missing:
         raise ValueError(f"state is not a Solver.state_dict(): it lacks {', '.join(missing)}.")
     for key in ("method", "hyper"):
-        if state[key] != own[key]:
-            raise ValueError(f"state was saved with {key} {state[key]}, this solver has {own[key]}.")
-
-
-def check_parts(state: dict[str, Any], own: dict[str, Any]) -> None:
-    """Compare keys, shapes and dtypes.
-
-    Raises:
-        ValueError: At the first difference.
-        TypeError: If a count is not a number.
-    """  # noqa: DOC502
-    for key in ("vector", "response", "schedulers", "optimizers", "streams"):
-        check_layout(f"state[{key!r}]", state[key], own[key])
-    for key in ("inner_steps", "outer_steps"):
-        check_integer(f"state[{key!r}]", state[key], 0)
+        try:
+            check_form(key, state[key], own[key])
+        except ValueError as error:
+            raise ValueError(f"state was saved with {key} {state[key]}, this solver has {own[key]}.") from error
+    found: dict[str, Any] = together.of_this_process(state, own, solver.group)
+    form: dict[str, Any] = dict.fromkeys(own, Free())
+    form |= {"vector": own["vector"], "streams": dict.fromkeys(own["streams"], Free())}
+    form |= {"inner_steps": Count(), "outer_steps": Count()}
+    form["response"] = of_buffers(own["response"])
+    form["schedulers"] = {name: of_scheduler(scheduler) for name, scheduler in solver.schedulers.items()}
+    form["optimizers"] = dict.fromkeys(solver.optimizers, Free())
+    check_form("state", found, form)
+    for name, optimizer in solver.optimizers.items():
+        place = f"state['optimizers'][{name!r}]"
+        check_optimizer(place, found["optimizers"][name], optimizer, found["schedulers"].get(name))
+    return found
 
 
 def load(solver: Solver, state: dict[str, Any]) -> None:
@@ -121,11 +131,9 @@ def restore(solver: Solver, state: dict[str, Any]) -> None:
         ValueError: If the state does not fit; the solver is then unchanged.
     """
     own = save(solver)
-    check(state, own)
-    state = together.of_this_process(state, own, solver.group)
+    state = check(solver, state, own)
     with Waiting():
         try:
-            check_parts(state, own)
             load(solver, state)
         except Exception as error:
             load(solver, own)

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from bilevel.checkpoint import CheckpointWarning
+from bilevel.checkpoint import CheckpointWarning, check_form
+from bilevel.checkpoint.layout import Each, Free
 from bilevel.parallel import Group, Shards, is_sharded
 from bilevel.parallel.group import checksum
 from bilevel.problem import Problem
@@ -146,11 +147,14 @@ def of_this_process(saved: dict[str, Any], own: dict[str, Any], group: Group | N
     Raises:
         ValueError: If it is none.
     """
-    if "ranks" not in saved and saved["streams"].keys() == own["streams"].keys():
-        return saved
+    if "ranks" not in saved:
+        check_form("state['streams']", saved["streams"], Each(Free()))
+        if saved["streams"].keys() == own["streams"].keys():
+            return saved
     ranks = saved.get("ranks", [saved["streams"]])
-    if not isinstance(ranks, list) or not all(isinstance(entry, dict) for entry in ranks):
-        raise ValueError("state does not fit this solver: its ranks are no list of random streams.")
+    check_form("state['ranks']", ranks, Each(Each(Free()), list))
+    if not ranks:
+        raise ValueError("state['ranks'] is empty.")
     size, rank = (1, 0) if group is None else (group.size, group.rank)
     streams = ranks[rank] if rank < len(ranks) else {}
     if len(ranks) != size:

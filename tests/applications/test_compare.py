@@ -123,6 +123,20 @@ def test_other_kinds_of_runs_have_rows_of_their_own(tmp_path):
     ]
 
 
+FOREIGN = [
+    *(("task", 5), ("method", None), ("seed", "0"), ("seed", True), ("data", []), ("init", []), ("settings", "text")),
+    *(
+        ("epochs", "2"),
+        ("epochs", 10**400),
+        ("seconds", None),
+        ("valid", 0.5),
+        ("valid", {}),
+        ("test", {"loss": "low"}),
+    ),
+    *(("test", {"loss": 0.5, "accuracy": None}), ("processor_share", "all")),
+]
+
+
 def test_runs_that_cannot_be_used_are_named(tmp_path):
     write(tmp_path / "good")
     (write(tmp_path / "unfinished") / "summary.json").unlink()
@@ -133,7 +147,13 @@ def test_runs_that_cannot_be_used_are_named(tmp_path):
     (write(tmp_path / "half_history") / "history.csv").write_text("round,seconds,validation_loss\n1,x,0.5\n")
     write(tmp_path / "interrupted", stopped="interrupted")
     write(tmp_path / "infinite", valid=math.inf)
+    for index, (part, value) in enumerate(FOREIGN):
+        folder = write(tmp_path / f"foreign{index}")
+        summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+        (folder / "summary.json").write_text(json.dumps({**summary, part: value}))
     report = compare([tmp_path])
+    for index, (part, _) in enumerate(FOREIGN):
+        assert f"foreign{index}: summary.json is damaged: " in report and f"{part!r} is" in report
     for name, reason in {
         "unfinished": "it has no summary.json, so the run is not finished",
         "damaged": "summary.json is damaged",
@@ -145,7 +165,7 @@ def test_runs_that_cannot_be_used_are_named(tmp_path):
         "infinite": "its losses are not finite",
     }.items():
         assert f"warning: skipped {tmp_path / name}: {reason}" in report
-    assert report.count("warning") == 8
+    assert report.count("warning") == 8 + len(FOREIGN)
     assert cells(report, "mnist")["Δ-STN"] == "0.0500 (0.0400)"
 
 
@@ -329,3 +349,12 @@ def test_the_paper_numbers_are_those_of_the_paper():
         if source == "tab:classification":
             for column in (0, 1):
                 assert min(pair[column] for pair in pairs.values()) == pairs["delta_stn_paper"][column]
+
+
+def test_runs_without_a_loss_or_without_an_accuracy_are_compared(tmp_path):
+    write(tmp_path / "a", valid=0.0, test=0.0)
+    write(tmp_path / "b", method="fixed", valid=0.1)
+    folder = write(tmp_path / "c", seed=1)
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    (folder / "summary.json").write_text(json.dumps({**summary, "test": {"loss": 0.5}}))
+    assert "warning" not in compare([tmp_path])

@@ -284,6 +284,14 @@ def test_the_environment_keeps_the_beginning(tmp_path, monkeypatch):
     assert [entry["command"][-1] for entry in found["continued"]] == ["1", "3"]
 
 
+@pytest.mark.parametrize("text", ["[" * 10**5, "[]", '{"date": "\\ud800"}', "9" * 10**4, ""])
+def test_a_foreign_environment_is_written_anew(tmp_path, capsys, text):
+    (tmp_path / "environment.json").write_text(text)
+    running.note_environment(tmp_path / "environment.json", torch.device("cpu"))
+    assert "written anew" in capsys.readouterr().out
+    assert "torch" in json.loads((tmp_path / "environment.json").read_text(encoding="utf-8"))
+
+
 def test_fewer_epochs_than_were_made_are_refused(tmp_path):
     tiny_run("mnist", "fixed", tmp_path, epochs=3)
     before = (tmp_path / "settings.json").read_bytes()

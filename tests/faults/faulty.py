@@ -51,7 +51,7 @@ def loader(seed: int) -> DataLoader:
     return DataLoader(TensorDataset(x, y), batch_size=5, shuffle=True)
 
 
-def run(method: str, checkpoint: Path | None = None, **changes: object) -> bilevel.Solution:
+def run(method: str, checkpoint: Path | None = None, train: object = None, **changes: object) -> bilevel.Solution:
     settings = {
         "method": shortened(bilevel.METHODS[method]),
         "inner_optimizer": partial(torch.optim.SGD, lr=2**-7, momentum=0.5),
@@ -65,7 +65,7 @@ def run(method: str, checkpoint: Path | None = None, **changes: object) -> bilev
     if not settings["method"].unrolled_steps:
         settings["inner_steps"] = 2
     problem = make_problem(network(nn.BatchNorm1d(4), nn.Dropout(0.5)))
-    return bilevel.solve(problem, loader(0), loader(1), **{**settings, **changes})
+    return bilevel.solve(problem, loader(0) if train is None else train, loader(1), **{**settings, **changes})
 
 
 def result(solution: bilevel.Solution) -> object:

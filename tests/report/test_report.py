@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -200,6 +201,19 @@ def test_not_finite_values_are_shown(tmp_path):
     assert run.best_round == 3
     assert 'class="lost"' in text and 'class="status bad"' in text
     checked(text)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="there are no pipes")
+def test_what_is_no_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(ValueError, match=r"pipe\.jsonl is not a file"):
+        read([tmp_path / "pipe.jsonl"])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "history.csv").write_text("round,seconds,outer_loss\n1,1,0.5\n")
+    for name in ("settings", "summary", "environment"):
+        os.mkfifo(tmp_path / "run" / f"{name}.json")
+    (run,) = read([tmp_path / "run"])
+    assert not run.settings and not run.environment
 
 
 @pytest.mark.parametrize(
