@@ -475,6 +475,28 @@ def test_a_learning_rate_that_changes_with_every_step(every):
     assert [optimizer.param_groups[0]["lr"] for optimizer in made] == pytest.approx([expected] * 2)
 
 
+@pytest.mark.filterwarnings("ignore::bilevel.TuningWarning")  # half of the schedule is asked for at first
+def test_a_schedule_by_steps_goes_on_where_it_was(tmp_path):
+    def run(epochs, path):
+        return bilevel.tune(
+            mlp(), *loaders(), loss=F.cross_entropy, epochs=epochs, inner_steps=1, schedule_every="step", seed=1,
+            inner_scheduler=lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=9),
+            outer_optimizer=lambda params: torch.optim.SGD(params, lr=0.1), warmup=0, checkpoint=path, progress=False,
+        )  # fmt: skip
+
+    torch.manual_seed(0)
+    whole = run(4, tmp_path / "whole.pt")
+    torch.manual_seed(0)
+    run(2, tmp_path / "parts.pt")
+    torch.manual_seed(0)
+    parts = run(4, tmp_path / "parts.pt")
+    assert parts.solver.optimizers["weights"].param_groups[0]["lr"] == pytest.approx(
+        whole.solver.optimizers["weights"].param_groups[0]["lr"], rel=0, abs=0
+    )
+    for name, value in whole.params.items():
+        assert torch.equal(parts.params[name], value)
+
+
 def test_a_schedule_that_hardly_begins_is_warned_of():
     def schedule(optimizer):
         return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 400)
