@@ -49,14 +49,14 @@ def test_other_contents_of_a_run_end_in_one_error(tmp_path, name):
     call(kind, file, steps=4)
     good, history = load(file), log.read_bytes()
     refused = accepted = 0
-    for place, label, value, foreign in sampled(good, count(10, 60), name):
+    for place, label, value, foreign in sampled(good, count(10, 40), name):
         for override in (False, True):
             for left in tmp_path.iterdir():
                 left.unlink()
             log.write_bytes(history)
             where = (words(place), label, override)
             state = replaced(good, place, value)
-            if not isinstance(state, dict):
+            if not isinstance(state, dict) or place[:3] == ("feeds", "train", "loader"):  # which only the loader knows
                 continue
             save(file, state)
             drawn = global_numbers()
