@@ -169,6 +169,13 @@ def test_a_refusal_leaves_the_random_numbers_of_the_program(tmp_path):
     assert global_numbers() == drawn
 
 
+def test_squares_of_hypergradients_that_overflow_do_not_keep_a_run_from_going_on(tmp_path):
+    file = tmp_path / "run.pt"
+    run("delta_stn", file, steps=4)
+    save(file, replaced(load(file), ("signal", "squares"), torch.full((1,), torch.inf)))
+    assert len(run("delta_stn", file, steps=5).history) == 5
+
+
 def put(parent, key, value):
     if isinstance(parent, dict):
         return parent | {key: value}
