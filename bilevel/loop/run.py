@@ -192,7 +192,11 @@ class Run:
         form |= {"bad_steps": {"dropped": Count(), "in_a_row": levels, "reached": reached}}
         form |= {"global": form_of_global(), "signal": self.signal.form}
         form |= {"stale": Count(), "log": Free()}
-        best: dict[str, Any] = {"round": Count(1), "validation_loss": Number(), "inner_loss": Number(nan=True)}
+        best: dict[str, Any] = {
+            "round": Count(1),
+            "validation_loss": Number(),
+            "inner_loss": Number(nan=True, inf=True),
+        }
         own = self.solver.hyper
         best["hyper"] = {name: Within(own[name], h.low, h.high) for name, h in problem.space.hyper.items()}
         best["params"] = {n: torch.empty(p.shape, dtype=p.dtype, device="meta") for n, p in problem.params.items()}

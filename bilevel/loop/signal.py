@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, final
 
@@ -106,8 +107,13 @@ class Signal:
     def form(self) -> dict[str, Any]:
         """Of :meth:`state_dict`."""
         own = self.state_dict()
-        squares = {name: Within(own[name], 0.0) for name in ("square", "squares", "peak", "largest_square")}
-        return own | {"steps": Count()} | squares
+        squares = ("square", "squares", "peak", "largest_square")
+        # The square of a large hypergradient may overflow, which is no fault of the run.
+        return {
+            name: Within(value, 0.0 if name in squares else -math.inf, finite=False)
+            for name, value in own.items()
+            if name != "steps"
+        } | {"steps": Count()}
 
     def load_state_dict(self, state: dict[str, Any], to_device: Callable[[Any], Any]) -> None:
         """Go on from :meth:`state_dict`."""

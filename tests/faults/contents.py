@@ -263,7 +263,9 @@ def may_be_accepted(place: Place, label: str, state: Any, *, override: bool) -> 
     if names[-1] in ("base_lrs", "_last_lr") and label == "list [1.5]" and len(part) == 1:
         return True
     if place in (("seconds",), ("best", "inner_loss")):  # a whole number of seconds, no step in that round
-        return label in ("int 7", "float nan")
+        return label in ("int 7", "float nan", "float inf", "float -inf")
+    if names[0] == "signal" and ("nan" in label or "inf" in label) and not label.startswith("float"):  # by overflow
+        return True
     if isinstance(part, int) and "param_groups" in names:  # a setting that was given as a whole number
         return label.startswith("float")
     if override and names[0] == "fingerprint":  # whatever it was, this call says what it is now

@@ -49,14 +49,14 @@ def test_other_contents_of_a_run_end_in_one_error(tmp_path, name):
     call(kind, file, steps=4)
     good, history = load(file), log.read_bytes()
     refused = accepted = 0
-    for place, label, value, foreign in sampled(good, count(10, 60), name):
+    for place, label, value, foreign in sampled(good, count(10, 40), name):
         for override in (False, True):
             for left in tmp_path.iterdir():
                 left.unlink()
             log.write_bytes(history)
             where = (words(place), label, override)
             state = replaced(good, place, value)
-            if not isinstance(state, dict):
+            if not isinstance(state, dict) or place[:3] == ("feeds", "train", "loader"):  # which only the loader knows
                 continue
             save(file, state)
             drawn = global_numbers()
@@ -167,6 +167,13 @@ def test_a_refusal_leaves_the_random_numbers_of_the_program(tmp_path):
     with pytest.raises(bilevel.CheckpointError, match=r"the first batch of pass .* is another one"):
         call(kind, file, steps=5)
     assert global_numbers() == drawn
+
+
+def test_squares_of_hypergradients_that_overflow_do_not_keep_a_run_from_going_on(tmp_path):
+    file = tmp_path / "run.pt"
+    run("delta_stn", file, steps=4)
+    save(file, replaced(load(file), ("signal", "squares"), torch.full((1,), torch.inf)))
+    assert len(run("delta_stn", file, steps=5).history) == 5
 
 
 def put(parent, key, value):

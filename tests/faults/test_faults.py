@@ -211,7 +211,7 @@ def test_foreign_fields_end_in_one_error(tmp_path):
     good = load(file)
     for value in (None, 5, "text", [], {}, torch.zeros(2)):
         for key in good:
-            if key == "seconds" and value == 5:
+            if key == "seconds" and isinstance(value, int):  # a whole number of them
                 continue
             save(file, good | {key: value})
             (tmp_path / "run.pt.1").unlink(missing_ok=True)
