@@ -232,17 +232,15 @@ def grown_squares(strengths: Sequence[Tensor], groups: Sequence[Sequence[Respond
 
 
 class _GrownSquares(Function):
-    """:func:`grown_squares`; its derivatives can be differentiated."""
+    """:func:`grown_squares`, with all rows side by side; its derivatives can be differentiated."""
 
     @staticmethod
     @override
     def forward(counts: tuple[int, ...], *tensors: Tensor) -> Tensor:
         strengths, factors, _, squares = _parted(counts, tensors)
-        total: Tensor | None = None
-        for strength, part in zip(strengths, _penalties(counts, factors, squares), strict=True):
-            total = strength * part if total is None else torch.addcmul(total, strength, part)
-        assert total is not None
-        return total
+        with _own_digits(squares[0].device.type):
+            sums = _grown(factors).square_() @ _table(counts, squares)
+            return (sums * _beside(strengths)).sum(1)
 
     @staticmethod
     @override
@@ -257,26 +255,23 @@ class _GrownSquares(Function):
         strengths, factors, matrices, squares = _parted(counts, ctx.saved_tensors)
         if torch.is_grad_enabled():  # not as the square of a norm, which has no second derivative at zero
             squares = [(w * w).sum(1) for w in matrices]
-        needs = ctx.needs_input_grad[1:]
-        found: list[Tensor | None] = [None] * len(strengths)
-        if any(needs[: len(strengths)]):
-            sums = _penalties(counts, factors, squares)
-            found = [(given * part).sum_to_size(a.shape) for a, part in zip(strengths, sums, strict=True)]
-        for_factors: list[Tensor | None] = []
-        for_matrices: list[Tensor | None] = []
-        shares = [2 * (given * strength) for strength in strengths]
-        twice = [share for share, count in zip(shares, counts, strict=True) for _ in range(count)]
-        parts = zip(twice, factors, matrices, squares, strict=True)
-        for at, (double, factor, w, square) in enumerate(parts, start=len(strengths)):
-            grown = 1 + factor
-            of_factor = of_w = None
-            if needs[at]:
-                of_factor = torch.outer(double, square) * grown
-            if needs[at + len(factors)]:
-                of_w = (double @ (grown * grown)).unsqueeze(1) * w
-            for_factors.append(of_factor)
-            for_matrices.append(of_w)
-        return (None, *found, *for_factors, *for_matrices, *[None] * len(squares))
+        needs, first, size = ctx.needs_input_grad[1:], len(strengths), len(factors)
+        grown, table = _grown(factors), _table(counts, squares)
+        share = (2 * given).unsqueeze(1) * _beside(strengths)
+        found: list[Tensor | None] = [None] * first
+        if any(needs[:first]):
+            sums = (given.unsqueeze(1) * ((grown * grown) @ table)).unbind(1)
+            found = [part.sum_to_size(a.shape) for a, part in zip(strengths, sums, strict=True)]
+        widths = [factor.shape[1] for factor in factors]
+        of_factors: list[Tensor | None] = [None] * size
+        if any(needs[first : first + size]):
+            of_factors = [*((share @ table.T) * grown).split(widths, 1)]
+        of_matrices: list[Tensor | None] = [None] * size
+        if any(needs[first + size : first + 2 * size]):
+            rows = (share.expand(len(grown), -1).T @ (grown * grown)).split(widths, 1)
+            group = [index for index, count in enumerate(counts) for _ in range(count)]
+            of_matrices = [row[at].unsqueeze(1) * w for row, at, w in zip(rows, group, matrices, strict=True)]
+        return (None, *found, *of_factors, *of_matrices, *[None] * size)
 
 
 def _parted(counts: tuple[int, ...], tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], ...]:
@@ -285,15 +280,23 @@ def _parted(counts: tuple[int, ...], tensors: Sequence[Tensor]) -> tuple[Sequenc
     return tensors[:first], *(tensors[first + i * size : first + (i + 1) * size] for i in range(3))
 
 
-def _penalties(counts: tuple[int, ...], factors: Sequence[Tensor], squares: Sequence[Tensor]) -> list[Tensor]:
-    """The sum of squares of each group, for each example."""
-    pairs = iter(zip(factors, squares, strict=True))
-    with _own_digits(squares[0].device.type):
-        found = []
-        for count in counts:
-            parts = [(1 + factor).square() @ square for factor, square in islice(pairs, count)]
-            found.append(parts[0] if count == 1 else torch.stack(parts).sum(0))
-    return found
+def _grown(factors: Sequence[Tensor]) -> Tensor:
+    """By how much each row grows, those of all weights beside each other, shape ``(B, rows)``."""
+    return 1 + torch.cat([*factors], 1)
+
+
+def _table(counts: tuple[int, ...], squares: Sequence[Tensor]) -> Tensor:
+    """The squares of all rows, each in the column of its group, shape ``(rows, groups)``."""
+    parts = iter(squares)
+    groups = [[*islice(parts, count)] for count in counts]
+    return torch.block_diag(*(torch.cat(own).unsqueeze(1) for own in groups))
+
+
+def _beside(strengths: Sequence[Tensor]) -> Tensor:
+    """Strengths, of which each is one number or one for each example, shape ``(B, groups)`` or ``(1, groups)``."""
+    alike = len({strength.ndim for strength in strengths}) == 1
+    beside = torch.stack([*(strengths if alike else torch.broadcast_tensors(*strengths))], -1)
+    return beside if beside.ndim > 1 else beside.unsqueeze(0)
 
 
 def _own_digits(device: str) -> AbstractContextManager[Any]:
