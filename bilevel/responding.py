@@ -238,9 +238,12 @@ class _GrownSquares(Function):
     @override
     def forward(counts: tuple[int, ...], *tensors: Tensor) -> Tensor:
         strengths, factors, _, squares = _parted(counts, tensors)
+        total: Tensor | None = None
         with _own_digits(squares[0].device.type):
-            sums = _grown(factors).square_() @ _table(counts, squares)
-            return (sums * _beside(strengths)).sum(1)
+            for strength, part in zip(strengths, _sums(counts, _grown(factors).square_(), squares), strict=True):
+                total = strength * part if total is None else torch.addcmul(total, strength, part)
+        assert total is not None
+        return total
 
     @staticmethod
     @override
@@ -256,21 +259,22 @@ class _GrownSquares(Function):
         if torch.is_grad_enabled():  # not as the square of a norm, which has no second derivative at zero
             squares = [(w * w).sum(1) for w in matrices]
         needs, first, size = ctx.needs_input_grad[1:], len(strengths), len(factors)
-        grown, table = _grown(factors), _table(counts, squares)
-        share = (2 * given).unsqueeze(1) * _beside(strengths)
+        grown, double = _grown(factors), 2 * given
         found: list[Tensor | None] = [None] * first
         if any(needs[:first]):
-            sums = (given.unsqueeze(1) * ((grown * grown) @ table)).unbind(1)
-            found = [part.sum_to_size(a.shape) for a, part in zip(strengths, sums, strict=True)]
+            sums = _sums(counts, grown * grown, squares)
+            found = [(given * part).sum_to_size(a.shape) for a, part in zip(strengths, sums, strict=True)]
         widths = [factor.shape[1] for factor in factors]
         of_factors: list[Tensor | None] = [None] * size
-        if any(needs[first : first + size]):
-            of_factors = [*((share @ table.T) * grown).split(widths, 1)]
         of_matrices: list[Tensor | None] = [None] * size
+        of_group = iter((double * strength).unsqueeze(1) for strength in strengths)
+        each = [share for count in counts for share in [next(of_group)] * count]
+        rows = torch.cat([share.expand(-1, width) for share, width in zip(each, widths, strict=True)], 1) * grown
+        if any(needs[first : first + size]):
+            of_factors = [*(rows * torch.cat([*squares])).split(widths, 1)]
         if any(needs[first + size : first + 2 * size]):
-            rows = (share.expand(len(grown), -1).T @ (grown * grown)).split(widths, 1)
-            group = [index for index, count in enumerate(counts) for _ in range(count)]
-            of_matrices = [row[at].unsqueeze(1) * w for row, at, w in zip(rows, group, matrices, strict=True)]
+            scales = (rows * grown).sum(0).split(widths)
+            of_matrices = [scale.unsqueeze(1) * w for scale, w in zip(scales, matrices, strict=True)]
         return (None, *found, *of_factors, *of_matrices, *[None] * size)
 
 
@@ -285,18 +289,12 @@ def _grown(factors: Sequence[Tensor]) -> Tensor:
     return 1 + torch.cat([*factors], 1)
 
 
-def _table(counts: tuple[int, ...], squares: Sequence[Tensor]) -> Tensor:
-    """The squares of all rows, each in the column of its group, shape ``(rows, groups)``."""
+def _sums(counts: tuple[int, ...], grown_squares: Tensor, squares: Sequence[Tensor]) -> list[Tensor]:
+    """The sum of squares of each group, for each example."""
     parts = iter(squares)
-    groups = [[*islice(parts, count)] for count in counts]
-    return torch.block_diag(*(torch.cat(own).unsqueeze(1) for own in groups))
-
-
-def _beside(strengths: Sequence[Tensor]) -> Tensor:
-    """Strengths, of which each is one number or one for each example, shape ``(B, groups)`` or ``(1, groups)``."""
-    alike = len({strength.ndim for strength in strengths}) == 1
-    beside = torch.stack([*(strengths if alike else torch.broadcast_tensors(*strengths))], -1)
-    return beside if beside.ndim > 1 else beside.unsqueeze(0)
+    own = [torch.cat(group) if len(group) > 1 else group[0] for group in ([*islice(parts, n)] for n in counts)]
+    pieces = grown_squares.split([len(group) for group in own], 1)
+    return [piece @ group for piece, group in zip(pieces, own, strict=True)]
 
 
 def _own_digits(device: str) -> AbstractContextManager[Any]:

@@ -117,8 +117,12 @@ class Optimization:
             present = [gradient for gradient in values if gradient is not None]
             if any(gradient.dtype in HALF for gradient in present):  # whose squares overflow early
                 present = [gradient.float() for gradient in present]
-            one = len(present) == 1 and not is_sharded(present[0])
-            length = torch.linalg.vector_norm(present[0]) if one else torch.nn.utils.get_total_norm(present)
+            if any(map(is_sharded, present)) or len({(g.device, g.dtype) for g in present}) != 1:
+                length = torch.nn.utils.get_total_norm(present)
+            elif len(present) == 1:
+                length = torch.linalg.vector_norm(present[0])
+            else:  # which is what that does, without its look for devices
+                length = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(present)))
             norm = whole(length).to(self.params["hyper"][0])
             shrink = None if limit is None else (limit / (norm + 1e-6)).clamp(max=1.0)
             seen: set[int] = set()

@@ -47,4 +47,4 @@ class Gate(ByRows):
     @override
     def template(self, index: int, weight: Tensor) -> Tensor:
         """The weight itself; ones for a vector."""
-        return weight if weight.ndim > 1 else torch.ones_like(weight)
+        return weight if weight.ndim > 1 else weight.new_ones(()).expand_as(weight)
