@@ -21,7 +21,9 @@ TWO = "mul multiply __mul__ __rmul__ add __add__ __radd__ sub __sub__"
 
 
 def _of(names: str) -> frozenset[Any]:
-    return frozenset(getattr(owner, name) for name in names.split() for owner in (torch, Tensor, F) if name in dir(owner))
+    return frozenset(
+        getattr(owner, name) for name in names.split() for owner in (torch, Tensor, F) if name in dir(owner)
+    )
 
 
 UNARY, BINARY = _of(ONE), _of(TWO)
@@ -65,3 +67,22 @@ def entry_by_entry(mode: Respond, function: Any, args: Any, kwargs: Any) -> Any:
     if result is not x:
         mode.layouts.keep(result, layout)
     return result
+
+
+def visited(mode: Respond, function: Any, args: Any, kwargs: Any) -> Any:
+    """Show a call that may drop to whoever looks for these.
+
+    Args:
+        mode: The active mode.
+        function: Of the call.
+        args: Its arguments.
+        kwargs: And those by name.
+
+    Returns:
+        What was returned in place of the call; ``NotImplemented`` if it is to be made.
+    """
+    visits = mode.layouts.visits
+    if visits is None:
+        return NotImplemented
+    with mode:  # what is called in its place is part of the network
+        return visits(function, args, kwargs)

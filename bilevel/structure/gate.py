@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import final
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 

@@ -31,7 +31,7 @@ from bilevel.duals import join, unpack
 from bilevel.layouts import FIRST, Layout, Layouts
 from bilevel.responding import NoExamples, NoRule, Rows
 from bilevel.structure.by_example import SMALL, by_example, is_mapped
-from bilevel.structure.entries import EITHER, entry_by_entry
+from bilevel.structure.entries import EITHER, entry_by_entry, visited
 from bilevel.structure.origins import Origins
 from bilevel.structure.weights import READS, Term, Weight
 
@@ -124,12 +124,8 @@ class Respond(TorchFunctionMode):
         if func in PROPERTIES:
             return func(*args)
         kwargs = kwargs or {}
-        if func in EITHER:
-            result = entry_by_entry(self, func, args, kwargs)
-            if result is not NotImplemented:
-                return result
-        elif func in CALLS and self.layouts.visits is not None:
-            result = self._visited(func, args, kwargs)
+        if func in EITHER or func in CALLS:
+            result = (entry_by_entry if func in EITHER else visited)(self, func, args, kwargs)
             if result is not NotImplemented:
                 return result
         if func in READS:
@@ -156,12 +152,6 @@ class Respond(TorchFunctionMode):
         with DisableTorchFunction():
             self.layouts.follow(func, args, kwargs, leaves, result)
         return result
-
-    def _visited(self, func: Any, args: Any, kwargs: Any) -> Any:
-        visits = self.layouts.visits
-        assert visits is not None
-        with self:  # what it calls in place of the operation is part of the network
-            return visits(func, args, kwargs)
 
     def _ruled(self, func: Any, args: Any, kwargs: Any, leaves: Sequence[Any], name: str) -> Any:
         if any(map(is_mapped, leaves)):
