@@ -587,20 +587,20 @@ class TestDeferredChecks:
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 def test_updates_in_one_pass_are_those_of_the_formula(kind):
     """Also of a gradient that lies in memory in another order than its weight, as that of ``w.T`` does."""
-    inner, c = {"w": torch.zeros(3, 2).double()}, torch.arange(1.0, 7.0).double().view(2, 3)
+    inner, c = {"w": torch.ones(3, 2).double()}, torch.tensor([1.0, -2.0, 3.0]).double()
 
     def loss(model, hyper, batch):
-        return (model.params["w"].T * c * c).sum() * hyper["decay"] + model.params["w"].pow(3).sum()
+        return (model.params["w"].T @ c).pow(2).sum() * hyper["decay"]
 
     problem = make_problem(inner, inner_loss=loss, outer_loss=loss)
     make = partial(kind, lr=0.1, betas=(0.8, 0.9), weight_decay=0.01)
     solver = make_solver(problem, method="implicit_identity", inner_optimizer=make)
     (param,) = solver.response.inner.weights
     decay = problem.space.values(solver.vector.detach())["decay"]
-    w, m, v = (torch.zeros(3, 2).double() for _ in range(3))
+    w, m, v = (torch.full((3, 2), value, dtype=torch.float64) for value in (1.0, 0.0, 0.0))
     for step in range(1, 5):
         solver.inner_step()
-        g = (c * c).T * decay + 3 * w * w
+        g = 2 * decay * torch.outer(c, w.T @ c)
         if kind is torch.optim.AdamW:
             w = w - 0.1 * 0.01 * w
         else:
