@@ -166,8 +166,10 @@ class Visits(TorchFunctionMode):
                 self._stack.pop()
 
         for layer in layers:
-            of_layer = self._drop if type(layer) is nn.Dropout and 0 <= layer.p <= 1 else forward
-            vars(layer)["forward"] = partial(of_layer, layer, layer.forward)
+            if type(layer) is nn.Dropout and 0 <= layer.p <= 1:
+                vars(layer)["forward"] = partial(self._drop, layer, layer.forward)
+            else:
+                vars(layer)["forward"] = partial(forward, layer, layer.forward)
 
         def remove() -> None:
             for layer, own in zip(layers, before, strict=True):

@@ -14,7 +14,7 @@ from bilevel.layouts import FIRST
 from bilevel.responding import NoExamples, NoRule
 from bilevel.structure.moves import move
 from bilevel.structure.respond import Respond, rule
-from bilevel.structure.slopes import Grown, Slopes
+from bilevel.structure.slopes import Grown, Shifts, Slopes
 
 LARGE, FEW, SEVERAL = 2**14, 512, 64
 """Of fewer numbers, Python takes longer than the processor. Up to so many rows, and from so many output units on, one
@@ -126,8 +126,12 @@ def _bilinear(
         return result(mode.join(product if offset is None else product + offset, response))
     if mode.linearized:
         # In an order that has few tensors of the size of the output alive at once.
-        response = shifted(None if tangent is None else op(tangent, weight, None))
+        response = None if tangent is None else op(tangent, weight, None)
         product = op(value, weight, None)
+        if _constant(value, response, product, factor) and not weight.requires_grad:
+            response = Shifts.apply(response, None, product, factor, shifted(None))
+            return result(mode.join(product if offset is None else product + offset, response))
+        response = shifted(response)
         response = factor * product if response is None else torch.addcmul(response, factor, product)
         return result(mode.join(product if offset is None else (product + offset).to(product.dtype), response))
     product = op(value, weight, None)
@@ -142,7 +146,8 @@ def _constant(value: Tensor, tangent: Tensor | None, weight: Tensor, factor: Ten
     """Whether only a tangent and a factor are differentiated, and all are of one kind."""
     alike = value.dtype == weight.dtype == factor.dtype and (tangent is None or tangent.dtype == value.dtype)
     plain = alike and not (value.requires_grad or weight.requires_grad)
-    return plain and not torch.is_autocast_enabled(value.device.type)
+    transformed = torch._C._are_functorch_transforms_active()
+    return plain and not transformed and not torch.is_autocast_enabled(value.device.type)
 
 
 def _together(value: Tensor, weight: Tensor) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C import DisableTorchFunction
@@ -59,8 +60,11 @@ def _scaled(
         return spread
     if alike and mode.linearized and _constant(value, weight, bias) and (factor is not None or shift is not None):
         scale = None if weight is None else weight.reshape(*weight.shape, *free)
-        y = value if scale is None else value * scale
-        y = y if bias is None else y + bias.reshape(*bias.shape, *free)
+        offset = None if bias is None else bias.reshape(*bias.shape, *free)
+        if scale is None:
+            y = value if offset is None else value + offset
+        else:
+            y = value * scale if offset is None else torch.addcmul(offset, value, scale)
         return mode.join(y, Shifts.apply(tangent, scale, value, factor, shift))
     y, responses = value, [tangent]
     if weight is not None:
@@ -77,6 +81,8 @@ def _scaled(
 
 def _constant(*parts: Tensor | None) -> bool:
     """Whether no part is differentiated, in reverse or forward."""
+    if torch._C._are_functorch_transforms_active():
+        return False
     return all(part is None or (not part.requires_grad and unpack(part)[1] is None) for part in parts)
 
 

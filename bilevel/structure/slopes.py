@@ -245,13 +245,18 @@ class Shifts(Function):
     def forward(
         tangent: Tensor | None, scale: Tensor | None, value: Tensor, factor: Tensor | None, change: Tensor | None
     ) -> Tensor:
-        total = None if tangent is None else tangent * scale if scale is not None else tangent.clone()
+        own = tangent if tangent is None or scale is None else tangent * scale
         if factor is not None:
-            total = value * factor if total is None else total.addcmul_(value, factor)
+            if own is None:
+                own = value * factor
+            else:  # a tangent that was scaled belongs to nobody else
+                own = torch.addcmul(own, value, factor) if own is tangent else own.addcmul_(value, factor)
         if change is not None:
-            total = change.expand_as(value).clone() if total is None else total.add_(change)
-        assert total is not None
-        return total
+            own = (
+                change.expand_as(value).clone() if own is None else own + change if own is tangent else own.add_(change)
+            )
+        assert own is not None
+        return own.view_as(own) if own is tangent else own
 
     @staticmethod
     @override
