@@ -232,15 +232,16 @@ def grown_squares(strengths: Sequence[Tensor], groups: Sequence[Sequence[Respond
 
 
 class _GrownSquares(Function):
-    """:func:`grown_squares`; its derivatives can be differentiated."""
+    """:func:`grown_squares`, with all rows side by side; its derivatives can be differentiated."""
 
     @staticmethod
     @override
     def forward(counts: tuple[int, ...], *tensors: Tensor) -> Tensor:
         strengths, factors, _, squares = _parted(counts, tensors)
         total: Tensor | None = None
-        for strength, part in zip(strengths, _penalties(counts, factors, squares), strict=True):
-            total = strength * part if total is None else torch.addcmul(total, strength, part)
+        with _own_digits(squares[0].device.type):
+            for strength, part in zip(strengths, _sums(counts, _grown(factors).square_(), squares), strict=True):
+                total = strength * part if total is None else torch.addcmul(total, strength, part)
         assert total is not None
         return total
 
@@ -257,26 +258,24 @@ class _GrownSquares(Function):
         strengths, factors, matrices, squares = _parted(counts, ctx.saved_tensors)
         if torch.is_grad_enabled():  # not as the square of a norm, which has no second derivative at zero
             squares = [(w * w).sum(1) for w in matrices]
-        needs = ctx.needs_input_grad[1:]
-        found: list[Tensor | None] = [None] * len(strengths)
-        if any(needs[: len(strengths)]):
-            sums = _penalties(counts, factors, squares)
+        needs, first, size = ctx.needs_input_grad[1:], len(strengths), len(factors)
+        grown, double = _grown(factors), 2 * given
+        found: list[Tensor | None] = [None] * first
+        if any(needs[:first]):
+            sums = _sums(counts, grown * grown, squares)
             found = [(given * part).sum_to_size(a.shape) for a, part in zip(strengths, sums, strict=True)]
-        for_factors: list[Tensor | None] = []
-        for_matrices: list[Tensor | None] = []
-        shares = [2 * (given * strength) for strength in strengths]
-        twice = [share for share, count in zip(shares, counts, strict=True) for _ in range(count)]
-        parts = zip(twice, factors, matrices, squares, strict=True)
-        for at, (double, factor, w, square) in enumerate(parts, start=len(strengths)):
-            grown = 1 + factor
-            of_factor = of_w = None
-            if needs[at]:
-                of_factor = torch.outer(double, square) * grown
-            if needs[at + len(factors)]:
-                of_w = (double @ (grown * grown)).unsqueeze(1) * w
-            for_factors.append(of_factor)
-            for_matrices.append(of_w)
-        return (None, *found, *for_factors, *for_matrices, *[None] * len(squares))
+        widths = [factor.shape[1] for factor in factors]
+        of_factors: list[Tensor | None] = [None] * size
+        of_matrices: list[Tensor | None] = [None] * size
+        of_group = iter((double * strength).unsqueeze(1) for strength in strengths)
+        each = [share for count in counts for share in [next(of_group)] * count]
+        rows = torch.cat([share.expand(-1, width) for share, width in zip(each, widths, strict=True)], 1) * grown
+        if any(needs[first : first + size]):
+            of_factors = [*(rows * torch.cat([*squares])).split(widths, 1)]
+        if any(needs[first + size : first + 2 * size]):
+            scales = (rows * grown).sum(0).split(widths)
+            of_matrices = [scale.unsqueeze(1) * w for scale, w in zip(scales, matrices, strict=True)]
+        return (None, *found, *of_factors, *of_matrices, *[None] * size)
 
 
 def _parted(counts: tuple[int, ...], tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], ...]:
@@ -285,15 +284,17 @@ def _parted(counts: tuple[int, ...], tensors: Sequence[Tensor]) -> tuple[Sequenc
     return tensors[:first], *(tensors[first + i * size : first + (i + 1) * size] for i in range(3))
 
 
-def _penalties(counts: tuple[int, ...], factors: Sequence[Tensor], squares: Sequence[Tensor]) -> list[Tensor]:
+def _grown(factors: Sequence[Tensor]) -> Tensor:
+    """By how much each row grows, those of all weights beside each other, shape ``(B, rows)``."""
+    return 1 + torch.cat([*factors], 1)
+
+
+def _sums(counts: tuple[int, ...], grown_squares: Tensor, squares: Sequence[Tensor]) -> list[Tensor]:
     """The sum of squares of each group, for each example."""
-    pairs = iter(zip(factors, squares, strict=True))
-    with _own_digits(squares[0].device.type):
-        found = []
-        for count in counts:
-            parts = [(1 + factor).square() @ square for factor, square in islice(pairs, count)]
-            found.append(parts[0] if count == 1 else torch.stack(parts).sum(0))
-    return found
+    parts = iter(squares)
+    own = [torch.cat(group) if len(group) > 1 else group[0] for group in ([*islice(parts, n)] for n in counts)]
+    pieces = grown_squares.split([len(group) for group in own], 1)
+    return [piece @ group for piece, group in zip(pieces, own, strict=True)]
 
 
 def _own_digits(device: str) -> AbstractContextManager[Any]:

@@ -535,6 +535,31 @@ def test_calls_that_were_not_looked_for_are_named():
         )
 
 
+def test_a_call_that_a_network_makes_later_on_is_noticed_as_well():
+    """Once a pass has shown that only layers drop, the other modules are not followed until something drops there."""
+
+    class Later(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer, self.drop, self.also = nn.Linear(8, CLASSES), nn.Dropout(0.3), False
+
+        def forward(self, x):
+            y = self.layer(self.drop(x))
+            return nn.functional.dropout(y, 0.4) if self.also else y
+
+    net = Later().double()
+    problem = intercepted(net, bilevel.dropout_rates(net))
+    model = bilevel.problem.Variables(problem).model(problem.params)
+    batch = torch.ones(4, 8).double(), torch.zeros(4).long()
+    for _ in range(3):
+        problem.inner_loss(model, problem.initial_hyper(), batch)
+    assert "forward" not in vars(net.drop)
+    net.also = True
+    problem.inner_loss(model, problem.initial_hyper(), batch)
+    with pytest.warns(UserWarning, match=r"a rate of 0.4 that is not tuned"):
+        problem.inner_loss(model, problem.initial_hyper(), batch)
+
+
 def test_a_rate_of_what_has_no_examples_must_be_shared():
     class Positions(Net):
         def build(self, p):

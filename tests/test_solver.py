@@ -584,6 +584,33 @@ class TestDeferredChecks:
         assert_same(solver.state_dict(), good)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_updates_in_one_pass_are_those_of_the_formula(kind):
+    """Also of a gradient that lies in memory in another order than its weight, as that of ``w.T`` does."""
+    inner, c = {"w": torch.ones(3, 2).double()}, torch.tensor([1.0, -2.0, 3.0]).double()
+
+    def loss(model, hyper, batch):
+        return (model.params["w"].T @ c).pow(2).sum() * hyper["decay"]
+
+    problem = make_problem(inner, inner_loss=loss, outer_loss=loss)
+    make = partial(kind, lr=0.1, betas=(0.8, 0.9), weight_decay=0.01)
+    solver = make_solver(problem, method="implicit_identity", inner_optimizer=make)
+    (param,) = solver.response.inner.weights
+    decay = problem.space.values(solver.vector.detach())["decay"]
+    w, m, v = (torch.full((3, 2), value, dtype=torch.float64) for value in (1.0, 0.0, 0.0))
+    for step in range(1, 5):
+        solver.inner_step()
+        g = 2 * decay * torch.outer(c, w.T @ c)
+        if kind is torch.optim.AdamW:
+            w = w - 0.1 * 0.01 * w
+        else:
+            g = g + 0.01 * w
+        m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g * g
+        w = w - 0.1 * (m / (1 - 0.8**step)) / ((v / (1 - 0.9**step)).sqrt() + 1e-8)
+        torch.testing.assert_close(param.detach(), w, rtol=1e-9, atol=1e-12)
+    assert all(group["fused"] is None for group in solver.optimizers["weights"].param_groups)  # one_pass, not for good
+
+
 @pytest.mark.parametrize("foreach", [False, True])
 def test_optimizers_that_change_gradients_in_place_see_tensors_of_their_own(foreach):
     """Nesterov momentum adds to the gradient; autograd gives both parameters the same one, expanded."""

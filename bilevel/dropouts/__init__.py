@@ -12,9 +12,10 @@ file               what is in it
 =================  ================================================================================================
 """
 
+from bilevel.dropouts.calls import CALLS
 from bilevel.dropouts.intercept import Dropouts
 from bilevel.dropouts.places import Found, find
 from bilevel.dropouts.rates import DropoutRate, dropout_rates
 from bilevel.dropouts.rules import dropout_rule
 
-__all__ = ["DropoutRate", "Dropouts", "Found", "dropout_rates", "dropout_rule", "find"]
+__all__ = ["CALLS", "DropoutRate", "Dropouts", "Found", "dropout_rates", "dropout_rule", "find"]

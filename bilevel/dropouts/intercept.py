@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, final
 
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from bilevel.dropouts.calls import Call, layout_of
 from bilevel.dropouts.places import Place, Visits, module_names
@@ -51,6 +52,11 @@ class Dropouts:
             self._scanned &= rate.scanned
             self._left |= {*rate.left}
         self._names = module_names(module) if module is not None and rates else {}
+        # A network that drops in some layers only needs no look at all others, once a pass has shown that.
+        layers = [parts[place.module] for place in self._hyper if place.call is None]
+        whole = len(layers) == len(self._hyper) and all(isinstance(layer, _DropoutNd) for layer in layers)
+        self._layers = layers if whole else None
+        self._all_known = self._surprised = False
         self._ruled: list[tuple[nn.Module, Rule, str]] = []
         for place, name in self._hyper.items():
             rule = rule_of(parts[place.module]) if place.call is None else None
@@ -81,8 +87,13 @@ class Dropouts:
         with ExitStack() as stack:
             for module, rule, name in self._ruled:
                 stack.enter_context(_replaced(module, partial(self._follow, module, rule, name, module.forward)))
-            stack.enter_context(Visits(self._names, self._visit).running())
+            visits = Visits(self._names, self._visit)
+            stack.enter_context(visits.running(self._layers if self._all_known else None))
             yield
+        if not self._all_known:
+            self._all_known = self._layers is not None and not self._surprised
+        elif visits.surprised:  # which is looked at more closely in the next pass
+            self._surprised, self._all_known = True, False
 
     def _visit(self, place: Place, call: Call) -> Any:
         assert self._values is not None

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -18,6 +20,7 @@ from typing_extensions import override
 
 from bilevel.dropouts.calls import CALLS, Call
 from bilevel.dropouts.rules import rule_of
+from bilevel.layouts import following
 from bilevel.rng import Stream
 
 
@@ -52,24 +55,47 @@ Visit = Callable[[Place, Call], Any]
 
 
 class Visits(TorchFunctionMode):
-    """While active, every dropout of a network is visited, wherever it happens."""
+    """While active, every dropout of a network is visited, wherever it happens.
+
+    Attributes:
+        surprised: Whether something dropped outside of the modules that were followed, if those were not all.
+    """
 
     def __init__(self, names: dict[int, str], visit: Visit, enter: Callable[[nn.Module], None] | None = None) -> None:
         """Visit the dropouts of modules with these names, by id; ``enter`` sees each module that is called."""
         super().__init__()
         self._names, self._visit, self._see = names, visit, enter
         self._stack: list[tuple[nn.Module, list[int]]] = []
+        self._unseen = self.surprised = False
 
     @override
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Visit a call that drops; everything else passes."""
         kwargs = kwargs or {}
-        read = CALLS.get(func)
-        if read is None or not self._stack:
-            return func(*args, **kwargs)
-        call = read(*args, **kwargs)
-        result = self._visit(self._place(), call) if call.active else NotImplemented
+        result = self.visit(func, args, kwargs) if func in CALLS else NotImplemented
         return func(*args, **kwargs) if result is NotImplemented else result
+
+    def visit(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Visit a call, wherever it was seen.
+
+        Args:
+            func: The function.
+            args: Its arguments.
+            kwargs: And those by name.
+
+        Returns:
+            Its result; ``NotImplemented`` leaves it as it is.
+        """
+        read = CALLS.get(func)
+        if read is None or not (self._stack or self._unseen):
+            return NotImplemented
+        call = read(*args, **kwargs)
+        if not call.active:
+            return NotImplemented
+        if not self._stack:
+            self.surprised |= call.rate > 0
+            return NotImplemented
+        return self._visit(self._place(), call)
 
     def _place(self) -> Place:
         module, calls = self._stack[-1]
@@ -77,9 +103,39 @@ class Visits(TorchFunctionMode):
         return Place(self._names[id(module)], None if is_layer(module) else calls[0] - 1)
 
     @contextmanager
-    def running(self) -> Generator[None]:
-        """Follow which module runs, inside the block."""
+    def running(self, layers: Sequence[nn.Module] | None = None) -> Generator[None]:
+        """Follow which module runs, inside the block.
 
+        Args:
+            layers: The only modules to follow, which takes less time; all of them by default.
+        """
+        leave = self._follow_all() if layers is None else self._follow(layers)
+        self._unseen = layers is not None
+        layouts = following.get()  # whoever follows the examples sees all operations already
+        host = layouts is not None and layouts.visits is None
+        try:
+            if host:
+                assert layouts is not None
+                layouts.visits = self.visit
+                yield
+            else:
+                with self:
+                    yield
+        finally:
+            if host and layouts is not None:
+                layouts.visits = None
+            leave()
+            self._stack.clear()
+
+    def _drop(self, layer: nn.Dropout, own: Callable[..., Any], input: Tensor) -> Any:
+        """The forward of the layer, without the function that it calls."""
+        if not layer.training:
+            return own(input)
+        call = CALLS[F.dropout](input, layer.p, True, layer.inplace)
+        result = self._visit(Place(self._names[id(layer)], None), call)
+        return own(input) if result is NotImplemented else result
+
+    def _follow_all(self) -> Callable[[], None]:
         def enter(module: nn.Module, args: Any) -> None:
             if id(module) in self._names:
                 self._stack.append((module, [0]))
@@ -92,13 +148,37 @@ class Visits(TorchFunctionMode):
 
         # Hooks of all modules, because those of the network are the user's.
         handles = register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)
-        try:
-            with self:
-                yield
-        finally:
+
+        def remove() -> None:
             for handle in handles:
                 handle.remove()
-            self._stack.clear()
+
+        return remove
+
+    def _follow(self, layers: Sequence[nn.Module]) -> Callable[[], None]:
+        before = [vars(layer).get("forward") for layer in layers]
+
+        def forward(layer: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            self._stack.append((layer, [0]))
+            try:
+                return own(*args, **kwargs)
+            finally:
+                self._stack.pop()
+
+        for layer in layers:
+            if type(layer) is nn.Dropout and 0 <= layer.p <= 1:
+                vars(layer)["forward"] = partial(self._drop, layer, layer.forward)
+            else:
+                vars(layer)["forward"] = partial(forward, layer, layer.forward)
+
+        def remove() -> None:
+            for layer, own in zip(layers, before, strict=True):
+                if own is None:
+                    del vars(layer)["forward"]
+                else:
+                    vars(layer)["forward"] = own
+
+        return remove
 
 
 def is_layer(module: nn.Module) -> bool:

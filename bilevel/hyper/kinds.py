@@ -52,7 +52,7 @@ class Hyper:
         Returns:
             ``s(unconstrained)``. Integers are rounded and detached: their only gradient goes through the response.
         """
-        value: Tensor = self.transform(unconstrained)
+        value = _applied(self.transform, unconstrained)
         # Where the sigmoid saturates, lo - 1/2 may round to lo - 1, hence the clamp; adding 0.0 turns -0.0 into 0.0.
         return (value.round().clamp(self.low, self.high) + 0.0).detach() if self.discrete else value
 
@@ -64,6 +64,20 @@ class Hyper:
         """
         value: Tensor = self.transform.inv(natural)
         return value
+
+
+def _applied(transform: Transform, x: Tensor) -> Tensor:
+    """What the transforms of :func:`positive` and :func:`interval` do, in less Python than they take."""
+    if type(transform) is ExpTransform:
+        return x.exp()
+    if type(transform) is ComposeTransform:
+        for part in transform.parts:
+            x = _applied(part, x)
+        return x
+    if type(transform) is AffineTransform:
+        return transform.loc + transform.scale * x
+    value: Tensor = transform(x)
+    return value
 
 
 def real(init: Any, *, shared: bool = False) -> Hyper:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import Any, final
 
@@ -22,6 +22,11 @@ following: ContextVar[Layouts | None] = ContextVar("following", default=None)
 class Layouts:
     """Follows the examples through a network.
 
+    Attributes:
+        count: The number of examples.
+        visits: What is to see each operation first, called with the function and its arguments; it returns
+            ``NotImplemented`` for what it leaves alone.
+
     Example:
         >>> x = torch.zeros(3, 3, 2)  # as many examples as times
         >>> layouts = Layouts(3, x)
@@ -34,6 +39,7 @@ class Layouts:
     def __init__(self, count: int, inputs: Any = ()) -> None:
         """Start with the inputs of the network, in any nesting: examples first, or else second."""
         self.count = count
+        self.visits: Callable[[Any, Any, Any], Any] | None = None
         # A number may be that of a later tensor when the first is gone, so that the tensor itself is compared.
         self._known: dict[int, tuple[weakref.ref[Tensor], Layout | None]] = {}
         for leaf in leaves(inputs):
@@ -61,6 +67,15 @@ class Layouts:
         if entry is not None and entry[0]() is x:
             return entry[1]
         return FIRST if x.shape[:1] == (self.count,) else None
+
+    def where(self, x: Tensor) -> Layout | None:
+        """Where the examples of a tensor are that comes from the inputs; None for any other."""
+        entry = self._known.get(id(x))
+        return entry[1] if entry is not None and entry[0]() is x else None
+
+    def keep(self, x: Tensor, layout: Layout) -> None:
+        """Remember where the examples of a tensor are, of which it is known that the layout fits."""
+        self._known[id(x)] = weakref.ref(x), layout
 
     def note(self, x: Tensor, layout: Layout | None) -> None:
         """Remember where the examples of a tensor are; None for nowhere that is known."""

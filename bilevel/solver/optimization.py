@@ -24,6 +24,9 @@ SchedulerFactory = Callable[[Optimizer], LRScheduler]
 Gradients = dict[str, list[Tensor | None]]
 """One gradient per parameter of every group; None where there is no dependence."""
 
+FUSED = (torch.optim.Adam, torch.optim.AdamW)
+"""Optimizers with a kernel that updates a whole weight in one pass on a CPU. Theirs is the same update, to rounding."""
+
 LEVELS = {"weights": "inner", "response": "inner", "hyper": "outer", "scale": "outer"}
 """The groups of parameters, and the level at which each is trained."""
 
@@ -87,6 +90,8 @@ class Optimization:
             # The decay of the weights is part of the inner problem; that of a response would pull it towards zero.
             for group in self.optimizers["response"].param_groups if "response" in self.optimizers else []:
                 group.update({"weight_decay": 0} if "weight_decay" in group else {})
+        # A method that differentiates the update of the weights makes it as it differentiates it.
+        self._fusible = {name for name in groups if not (name == "weights" and response.moves_weights)}
         self._fresh = {
             name: copy.deepcopy(optimizer.state_dict()["state"])
             for name, optimizer in self.optimizers.items()
@@ -111,8 +116,12 @@ class Optimization:
             present = [gradient for gradient in values if gradient is not None]
             if any(gradient.dtype in HALF for gradient in present):  # whose squares overflow early
                 present = [gradient.float() for gradient in present]
-            one = len(present) == 1 and not is_sharded(present[0])
-            length = torch.linalg.vector_norm(present[0]) if one else torch.nn.utils.get_total_norm(present)
+            if any(map(is_sharded, present)) or len({(g.device, g.dtype) for g in present}) != 1:
+                length = torch.nn.utils.get_total_norm(present)
+            elif len(present) == 1:
+                length = torch.linalg.vector_norm(present[0])
+            else:  # which is what that does, without its look for devices
+                length = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(present)))
             norm = whole(length).to(self.params["hyper"][0])
             shrink = None if limit is None else (limit / (norm + 1e-6)).clamp(max=1.0)
             seen: set[int] = set()
@@ -135,7 +144,11 @@ class Optimization:
             names: Of the groups.
         """
         for name in names:
-            self.optimizers[name].step()
+            optimizer = self.optimizers[name]
+            if name in self._fusible and _may_be_fused(optimizer):
+                _fused_step(optimizer)
+            else:
+                optimizer.step()
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
@@ -194,6 +207,37 @@ def _group(response: BestResponse, vector: nn.Parameter) -> dict[str, Parameters
     groups["scale"] = scale
     names = _names(response) | {id(vector): "hyper"}
     return {group: Parameters((names[id(p)], p) for p in params) for group, params in groups.items() if params}
+
+
+def _may_be_fused(optimizer: Optimizer) -> bool:
+    """Whether the user leaves the kernel to PyTorch, and the fused one, which it does not take by itself, fits."""
+    return type(optimizer) in FUSED and all(
+        group["fused"] is None
+        and group["foreach"] is None
+        and not (group["differentiable"] or group["capturable"])
+        and all(map(_is_plain, group["params"]))
+        for group in optimizer.param_groups
+    )
+
+
+def _is_plain(param: Tensor) -> bool:
+    """Whether the fused kernel, which reads numbers in the order of the memory, reads those of a parameter rightly."""
+    fits = param.device.type == "cpu" and param.dtype in (torch.float32, torch.float64) and param.is_contiguous()
+    return fits and not is_sharded(param)
+
+
+def _fused_step(optimizer: Optimizer) -> None:
+    """A step by the fused kernel. The setting is the user's, and is put back."""
+    for group in optimizer.param_groups:
+        group["fused"] = True
+        for param in group["params"]:
+            if param.grad is not None and not param.grad.is_contiguous():
+                param.grad = param.grad.contiguous()
+    try:
+        optimizer.step()
+    finally:
+        for group in optimizer.param_groups:
+            group["fused"] = None
 
 
 def _whole(state: dict[str, Any]) -> dict[str, Any]:

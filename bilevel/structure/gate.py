@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import final
 
-import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -47,4 +46,4 @@ class Gate(ByRows):
     @override
     def template(self, index: int, weight: Tensor) -> Tensor:
         """The weight itself; ones for a vector."""
-        return weight if weight.ndim > 1 else torch.ones_like(weight)
+        return weight if weight.ndim > 1 else weight.new_ones(()).expand_as(weight)

@@ -14,7 +14,7 @@ from bilevel.layouts import FIRST
 from bilevel.responding import NoExamples, NoRule
 from bilevel.structure.moves import move
 from bilevel.structure.respond import Respond, rule
-from bilevel.structure.slopes import Both, Slopes
+from bilevel.structure.slopes import Grown, Shifts, Slopes
 
 LARGE, FEW, SEVERAL = 2**14, 512, 64
 """Of fewer numbers, Python takes longer than the processor. Up to so many rows, and from so many output units on, one
@@ -121,31 +121,38 @@ def _bilinear(
     factor = along(found.factor, value)
     sizes = [-1 if dim == axis % value.ndim else 1 for dim in range(value.ndim)]
     offset = None if bias is None else bias.reshape(sizes)
+    if mode.linearized and op is F.linear and _constant(value, tangent, weight, factor):
+        response, product = Grown.apply(tangent, value, weight, factor, shifted(None), _together(value, weight))
+        return result(mode.join(product if offset is None else product + offset, response))
     if mode.linearized:
         # In an order that has few tensors of the size of the output alive at once.
-        if tangent is None or not _together(op, value, tangent, weight):
-            response = shifted(None if tangent is None else op(tangent, weight, None))
-            product = op(value, weight, None)
-        else:
-            response, product = Both.apply(tangent, value, weight)
-            response = shifted(response)
+        response = None if tangent is None else op(tangent, weight, None)
+        product = op(value, weight, None)
+        if _constant(value, response, product, factor) and not weight.requires_grad:
+            response = Shifts.apply(response, None, product, factor, shifted(None))
+            return result(mode.join(product if offset is None else product + offset, response))
+        response = shifted(response)
         response = factor * product if response is None else torch.addcmul(response, factor, product)
         return result(mode.join(product if offset is None else (product + offset).to(product.dtype), response))
     product = op(value, weight, None)
     if mode.slope_only and product.numel() >= LARGE:
-        y = product if offset is None else product + offset
-        y = Slopes.apply(y.to(product.dtype), product, factor, shifted(None))
-        return result(y)
+        return result(Slopes.apply(product, None, offset, factor, shifted(None)))
     offset = shifted(offset)
     y = (1 + factor) * product if offset is None else torch.addcmul(offset, 1 + factor, product)
     return result(y.to(product.dtype))  # which is that of autocast where it is on
 
 
-def _together(op: Any, value: Tensor, tangent: Tensor, weight: Tensor) -> bool:
+def _constant(value: Tensor, tangent: Tensor | None, weight: Tensor, factor: Tensor) -> bool:
+    """Whether only a tangent and a factor are differentiated, and all are of one kind."""
+    alike = value.dtype == weight.dtype == factor.dtype and (tangent is None or tangent.dtype == value.dtype)
+    plain = alike and not (value.requires_grad or weight.requires_grad)
+    transformed = torch._C._are_functorch_transforms_active()
+    return plain and not transformed and not torch.is_autocast_enabled(value.device.type)
+
+
+def _together(value: Tensor, weight: Tensor) -> bool:
     """Whether two products with a weight are better made as one."""
-    constant = not (value.requires_grad or weight.requires_grad)
-    few = value.numel() <= FEW * value.shape[-1] and len(weight) >= SEVERAL and value.numel() >= LARGE
-    return op is F.linear and constant and few and value.dtype == tangent.dtype == weight.dtype
+    return value.numel() <= FEW * value.shape[-1] and len(weight) >= SEVERAL and value.numel() >= LARGE
 
 
 @rule(F.linear)

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
+from torch._C import DisableTorchFunction
 
 from bilevel.autodiff import forward_level, primal_plus_tangent
 from bilevel.layouts import following
@@ -41,7 +42,8 @@ def respond(
 
     def responding(*args: Any, **kwargs: Any) -> Any:
         with forward_level((args, kwargs)) if linearized else nullcontext():
-            mode = Respond(weights, rows, count, (args, kwargs), linearized=linearized, slope_only=slope_only)
+            with DisableTorchFunction():  # nothing of this is an operation of the network
+                mode = Respond(weights, rows, count, (args, kwargs), linearized=linearized, slope_only=slope_only)
             before = following.set(mode.layouts)
             try:
                 with mode:

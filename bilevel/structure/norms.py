@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch._C import DisableTorchFunction
 
+from bilevel.duals import unpack
 from bilevel.layouts import Layout
 from bilevel.responding import NoExamples
 from bilevel.structure.linear import LARGE
 from bilevel.structure.respond import Respond, rule
-from bilevel.structure.slopes import Slopes
+from bilevel.structure.slopes import Shifts, Slopes
 
 
 def _affine(
@@ -51,6 +53,19 @@ def _scaled(
 
     value, tangent = mode.split(normal)
     factor, shift = placed(weight), placed(bias)
+    alike = {x.dtype for x in (value, tangent, weight, bias, factor, shift) if x is not None} == {value.dtype}
+    if alike and mode.slope_only and factor is not None and weight is not None and value.numel() >= LARGE:
+        offset = None if bias is None else bias.reshape(*bias.shape, *free)
+        spread: Tensor = Slopes.apply(value, weight.reshape(*weight.shape, *free), offset, factor, shift)
+        return spread
+    if alike and mode.linearized and _constant(value, weight, bias) and (factor is not None or shift is not None):
+        scale = None if weight is None else weight.reshape(*weight.shape, *free)
+        offset = None if bias is None else bias.reshape(*bias.shape, *free)
+        if scale is None:
+            y = value if offset is None else value + offset
+        else:
+            y = value * scale if offset is None else torch.addcmul(offset, value, scale)
+        return mode.join(y, Shifts.apply(tangent, scale, value, factor, shift))
     y, responses = value, [tangent]
     if weight is not None:
         scale, its_tangent = mode.split(weight.reshape(*weight.shape, *free))
@@ -61,10 +76,14 @@ def _scaled(
         responses.append(its_tangent)
         y = y + offset
     y = y.to(value.dtype)
-    if mode.slope_only and factor is not None and y.numel() >= LARGE:
-        spread: Tensor = Slopes.apply(y, value, factor, shift)
-        return spread
     return mode.join(y, *responses, None if factor is None else value * factor, shift)
+
+
+def _constant(*parts: Tensor | None) -> bool:
+    """Whether no part is differentiated, in reverse or forward."""
+    if torch._C._are_functorch_transforms_active():
+        return False
+    return all(part is None or (not part.requires_grad and unpack(part)[1] is None) for part in parts)
 
 
 @rule(F.layer_norm)

@@ -44,6 +44,11 @@ class Origins:
         found = (self._constant if real else self._given).get(id(x))
         return real if found is None or found() is not x else not real
 
+    @property
+    def plain(self) -> bool:
+        """Whether all floating-point tensors so far come from the inputs."""
+        return not self._constant
+
     def note(self, x: Tensor) -> None:
         """Count a tensor among those that come from the inputs."""
         self._given[id(x)] = ref(x)

@@ -26,10 +26,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
 
+from bilevel.dropouts import CALLS
 from bilevel.duals import join, unpack
 from bilevel.layouts import FIRST, Layout, Layouts
 from bilevel.responding import NoExamples, NoRule, Rows
 from bilevel.structure.by_example import SMALL, by_example, is_mapped
+from bilevel.structure.entries import EITHER, entry_by_entry, visited
 from bilevel.structure.origins import Origins
 from bilevel.structure.weights import READS, Term, Weight
 
@@ -122,6 +124,10 @@ class Respond(TorchFunctionMode):
         if func in PROPERTIES:
             return func(*args)
         kwargs = kwargs or {}
+        if func in EITHER or func in CALLS:
+            result = (entry_by_entry if func in EITHER else visited)(self, func, args, kwargs)
+            if result is not NotImplemented:
+                return result
         if func in READS:
             return func(*args, **kwargs)
         if self.linearized and func in DERIVATIVES:

@@ -61,7 +61,8 @@ class Parts(Function):
                 product = shift[: distinct(len(shift), copies)] @ factor
                 return tuple(part.repeat(copies, 1)[: len(shift)] for part in product.split(counts, dim=-1))
             return tuple((shift @ factor).split(counts, dim=-1))
-        return tuple(factor.new_zeros(()).expand(*shift.shape[:-1], count) for count in counts)
+        zero = factor.new_zeros(())
+        return tuple(zero.expand(*shift.shape[:-1], count) for count in counts)
 
     @staticmethod
     @override
@@ -83,7 +84,7 @@ class Parts(Function):
         if ctx.copies > 1:
             rows = rows[: distinct(len(rows), ctx.copies)]
             parts = [_folded(part, len(rows)) for part in parts]
-        if rows.shape[1] < len(rows):
+        if rows.shape[1] < len(rows) and len(rows) * sum(ctx.counts) > LARGE:
             return None, torch.cat([rows.T @ part for part in parts], dim=1), None, None, None, None
         return None, _product(rows, torch.cat(parts, dim=1)), None, None, None, None
 
@@ -190,52 +191,132 @@ class _Also(Function):
 
 
 class Slopes(Function):
-    """``value + factor * product + change`` where factor and change are zero, and only their slopes count."""
+    r"""``product * scale + offset + factor * product + change`` where factor and change are zero but for their slopes.
 
-    @staticmethod
-    @override
-    def forward(value: Tensor, product: Tensor, factor: Tensor, change: Tensor | None) -> Tensor:
-        return value.view_as(value)
-
-    @staticmethod
-    @override
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        _, product, factor, change = inputs
-        ctx.shape = None if change is None else change.shape
-        ctx.save_for_backward(product, factor)
-
-    @staticmethod
-    @override
-    def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
-        product, factor = ctx.saved_tensors
-        (given,) = cotangents
-        # The first is zero as well, but for its slope.
-        through = given * factor if torch.is_grad_enabled() and ctx.needs_input_grad[1] else None
-        own = (given * product).sum_to_size(factor.shape).to(factor.dtype)
-        change = None if ctx.shape is None else given.sum_to_size(ctx.shape).to(factor.dtype)
-        return given, through, own, change
-
-
-class Both(Function):
-    """The products of a matrix with a tangent and with a value in one, which is faster for few rows.
-
-    Only the tangent is differentiated; the value and the matrix are constants.
+    The sums over all examples, which are the gradients of scale and offset, are made of those of each example, which
+    are the gradients of factor and change.
     """
 
     @staticmethod
     @override
-    def forward(tangent: Tensor, value: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        first, second = F.linear(torch.cat([tangent, value]), weight).chunk(2)
-        return first, second
+    def forward(
+        product: Tensor, scale: Tensor | None, offset: Tensor | None, factor: Tensor, change: Tensor | None
+    ) -> Tensor:
+        if scale is None:
+            return product.view_as(product) if offset is None else (product + offset).to(product.dtype)
+        result = product * scale if offset is None else torch.addcmul(offset, product, scale)
+        return result.to(product.dtype)
 
     @staticmethod
     @override
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(inputs[2])
+        product, scale, offset, factor, change = inputs
+        ctx.offset = None if offset is None else (offset.shape, offset.dtype)
+        ctx.change = None if change is None else change.shape
+        ctx.save_for_backward(product, scale, factor)
 
     @staticmethod
     @override
     def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
-        (weight,) = ctx.saved_tensors
-        return cotangents[0] @ weight, None, None
+        product, scale, factor = ctx.saved_tensors
+        (given,) = cotangents
+        through, needs = given, ctx.needs_input_grad
+        if needs[0]:
+            through = given if scale is None else given * scale
+            if torch.is_grad_enabled():  # the factor is zero, but for its slope
+                through = through + given * factor
+            through = through.to(product.dtype)
+        own = (given * product).sum_to_size(factor.shape)
+        of_scale = None if scale is None or not needs[1] else own.sum_to_size(scale.shape).to(scale.dtype)
+        change = None if ctx.change is None else given.sum_to_size(ctx.change)
+        of_offset = None
+        if ctx.offset is not None and needs[2]:
+            shape, dtype = ctx.offset
+            of_offset = (given if change is None else change).sum_to_size(shape).to(dtype)
+        change = None if change is None else change.to(factor.dtype)
+        return through, of_scale, of_offset, own.to(factor.dtype), change
+
+
+class Shifts(Function):
+    """``tangent * scale + value * factor + change``, where value and scale are constants; terms may be missing."""
+
+    @staticmethod
+    @override
+    def forward(
+        tangent: Tensor | None, scale: Tensor | None, value: Tensor, factor: Tensor | None, change: Tensor | None
+    ) -> Tensor:
+        own = tangent if tangent is None or scale is None else tangent * scale
+        if factor is not None:
+            if own is None:
+                own = value * factor
+            else:  # a tangent that was scaled belongs to nobody else
+                own = torch.addcmul(own, value, factor) if own is tangent else own.addcmul_(value, factor)
+        if change is not None:
+            own = (
+                change.expand_as(value).clone() if own is None else own + change if own is tangent else own.add_(change)
+            )
+        assert own is not None
+        return own.view_as(own) if own is tangent else own
+
+    @staticmethod
+    @override
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _, scale, value, factor, change = inputs
+        ctx.shapes = [None if part is None else part.shape for part in (factor, change)]
+        ctx.save_for_backward(scale, value)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
+        scale, value = ctx.saved_tensors
+        (given,), (factor, change) = cotangents, ctx.shapes
+        through = None
+        if ctx.needs_input_grad[0]:
+            through = given if scale is None else given * scale
+        own = None if factor is None else (given * value).sum_to_size(factor)
+        return through, None, None, own, None if change is None else given.sum_to_size(change)
+
+
+class Grown(Function):
+    r"""The tangent ``tangent @ W.T + factor * (value @ W.T) + change`` of a layer whose rows grow, and ``value @ W.T``.
+
+    Value and matrix are constants, and so is the second result.
+    """
+
+    @staticmethod
+    @override
+    def forward(
+        tangent: Tensor | None, value: Tensor, weight: Tensor, factor: Tensor, change: Tensor | None, together: bool
+    ) -> tuple[Tensor, Tensor]:
+        response = None
+        if together and tangent is not None:  # which is faster for few rows
+            response, product = F.linear(torch.cat([tangent, value]), weight).chunk(2)
+        else:
+            product = F.linear(value, weight)
+            response = None if tangent is None else F.linear(tangent, weight)
+        if response is None:
+            response = factor * product if change is None else torch.addcmul(change, factor, product)
+        else:
+            response = torch.addcmul(response, factor, product)
+            response = response if change is None else response.add_(change)
+        return response, product
+
+    @staticmethod
+    @override
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        _, _, weight, factor, change, _ = inputs
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(output[1])
+        ctx.shapes = factor.shape, None if change is None else change.shape
+        ctx.save_for_backward(weight, output[1])
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
+        weight, product = ctx.saved_tensors
+        (given, _), (factor, change) = cotangents, ctx.shapes
+        if given is None:
+            return None, None, None, None, None, None
+        through = given @ weight if ctx.needs_input_grad[0] else None
+        own = (given * product).sum_to_size(factor)
+        return through, None, None, own, None if change is None else given.sum_to_size(change), None

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import bilevel
 from bilevel.structure import by_rows, linear, slopes
-from bilevel.structure.slopes import PIECE, Both, Held, Parts, Slopes, distinct, row_products
+from bilevel.structure.slopes import PIECE, Grown, Held, Parts, Shifts, Slopes, distinct, row_products
 
 F64 = torch.float64
 
@@ -50,40 +50,80 @@ def test_factors_and_their_slopes_are_those_of_the_product(hyper, counts, exampl
     torch.testing.assert_close(first, (gradient, second), rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("with_change", [False, True])
+@pytest.mark.parametrize("missing", ["", "scale", "offset", "change", "scale offset", "scale offset change"])
 @pytest.mark.parametrize("sizes", [(3, 4), (3, 2, 4)])
-def test_slopes_alone_have_the_first_and_second_derivatives_of_the_formula(sizes, with_change):
-    value, product = draw(*sizes), draw(*sizes, seed=1)
+def test_slopes_alone_have_the_first_and_second_derivatives_of_the_formula(sizes, missing):
     per_unit = (sizes[0], *[1] * (len(sizes) - 2), sizes[-1])
-    factor, change = torch.zeros(per_unit, dtype=F64), torch.zeros(per_unit, dtype=F64) if with_change else None
-    leaves = [leaf.requires_grad_() for leaf in (value, product, factor, change) if leaf is not None]
+    shapes = {"product": sizes, "scale": sizes[-1:], "offset": sizes[-1:], "factor": per_unit, "change": per_unit}
+    parts = {
+        name: torch.zeros(shape, dtype=F64) if name in ("factor", "change") else draw(*shape, seed=seed)
+        for seed, (name, shape) in enumerate(shapes.items())
+        if name not in missing.split()
+    }
+    leaves = [leaf.requires_grad_() for leaf in parts.values()]
     results = []
     for fast in (True, False):
         if fast:
-            y = Slopes.apply(value, product, factor, change)
+            y = Slopes.apply(*(parts.get(name) for name in shapes))
         else:
-            y = value + factor * product + (0 if change is None else change)
-        first = torch.autograd.grad(y.pow(3).sum(), leaves, create_graph=True, allow_unused=True)
-        slopes = [torch.zeros_like(leaf) if part is None else part for leaf, part in zip(leaves, first, strict=True)]
-        penalty = sum(part.pow(2).sum() + part.sum() for part in slopes)
-        second = torch.autograd.grad(penalty, leaves, allow_unused=True)
-        results.append((y, slopes, second))
+            y = parts["product"] * (parts.get("scale", 1) + parts["factor"])
+            y = y + parts.get("offset", 0) + parts.get("change", 0)
+        first = torch.autograd.grad(y.pow(3).sum(), leaves, create_graph=True)
+        second = torch.autograd.grad(sum(part.pow(2).sum() + part.sum() for part in first), leaves)
+        results.append((y, first, second))
     torch.testing.assert_close(*results, rtol=1e-12, atol=1e-12)
 
 
-def test_two_products_in_one_have_the_values_and_slopes_of_two():
-    tangent, value, weight = draw(3, 4).requires_grad_(), draw(3, 4, seed=1), draw(5, 4, seed=2)
-    first, second = Both.apply(tangent, value, weight)
-    assert first.requires_grad and not second.requires_grad
-    torch.testing.assert_close((first, second), (tangent @ weight.T, value @ weight.T), rtol=1e-14, atol=1e-14)
-    assert torch.autograd.gradcheck(lambda t: Both.apply(t, value, weight)[0], tangent)
-    assert torch.autograd.gradgradcheck(lambda t: Both.apply(t, value, weight)[0].pow(2), tangent)
+def checked(function, leaves, expected):
+    """Values by a formula, first and second derivatives by finite differences."""
+    torch.testing.assert_close(function(*leaves), expected, rtol=1e-12, atol=1e-12)
+    assert torch.autograd.gradcheck(function, leaves)
+    assert torch.autograd.gradgradcheck(lambda *parts: function(*parts).pow(2), leaves)
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("sizes", [(3, 4), (3, 2, 4)])
+def test_the_tangent_of_a_layer_that_grows(sizes, together):
+    tangent, value, weight = draw(*sizes).requires_grad_(), draw(*sizes, seed=1), draw(5, 4, seed=2)
+    per_unit = (3, *[1] * (len(sizes) - 2), 5)
+    factor, change = draw(*per_unit, seed=3).requires_grad_(), draw(*per_unit, seed=4).requires_grad_()
+    through, product = tangent @ weight.T, value @ weight.T
+
+    def layer(t, f, c):
+        return Grown.apply(t, value, weight, f, c, together)[0]
+
+    checked(layer, (tangent, factor, change), through + factor * product + change)
+    checked(lambda t, f: layer(t, f, None), (tangent, factor), through + factor * product)
+    checked(lambda f, c: layer(None, f, c), (factor, change), factor * product + change)
+    checked(lambda f: layer(None, f, None), (factor,), factor * product)
+    response, second = Grown.apply(tangent, value, weight, factor, None, together)
+    torch.testing.assert_close(second, product, rtol=1e-14, atol=1e-14)
+    assert response.requires_grad and not second.requires_grad
+
+
+@pytest.mark.parametrize("missing", ["", "tangent", "scale", "factor", "change", "tangent scale", "scale factor"])
+def test_the_tangent_of_a_scale_and_a_shift(missing):
+    shapes = {"tangent": (3, 2, 4), "scale": (4,), "value": (3, 2, 4), "factor": (3, 1, 4), "change": (3, 1, 4)}
+    parts = {name: draw(*shape, seed=seed) for seed, (name, shape) in enumerate(shapes.items())}
+    parts = {name: part for name, part in parts.items() if name not in missing.split()}
+    learned = [name for name in ("tangent", "factor", "change") if name in parts]
+    expected = parts.get("tangent", torch.zeros(3, 2, 4, dtype=F64)) * parts.get("scale", 1)
+    expected = expected + parts.get("factor", 0) * parts["value"] + parts.get("change", 0)
+
+    def function(*leaves):
+        given = parts | dict(zip(learned, leaves, strict=True))
+        return Shifts.apply(*(given.get(name) for name in shapes))
+
+    leaves = tuple(parts[name].clone().requires_grad_() for name in learned)
+    before = [leaf.detach().clone() for leaf in leaves]
+    checked(function, leaves, expected)
+    assert all(map(torch.equal, leaves, before))  # nothing is added in place
 
 
 @pytest.mark.parametrize("method", [bilevel.DeltaSTN(), bilevel.CenteredSTN(), bilevel.DeltaSTN(antithetic=True)])
 def test_a_step_is_the_same_in_both_forms(monkeypatch, method):
     found, calls = [], []
-    for kind in (Slopes, Both):
+    for kind in (Slopes, Grown):
         apply = kind.apply
         monkeypatch.setattr(kind, "apply", lambda *args, apply=apply, kind=kind: calls.append(kind) or apply(*args))
     for large in (0, 2**30):
@@ -95,10 +135,8 @@ def test_a_step_is_the_same_in_both_forms(monkeypatch, method):
         for x, y in batches():
             solver.inner_step((x.double(), y.double()))
         found.append((solver.params, [param.detach().clone() for param in solver.response.parameters()]))
-        expected = (
-            {Slopes} if isinstance(method, bilevel.CenteredSTN) else {Both} if method.antithetic else {Slopes, Both}
-        )
-        assert set(calls) == (expected if large == 0 else set())
+        always = set() if isinstance(method, bilevel.CenteredSTN) else {Grown}
+        assert set(calls) == (always if large or method.antithetic else always | {Slopes})
         calls.clear()
     torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
     assert solver.response.theta.by_rows[0].factor.abs().max() > 1e-6
