@@ -287,7 +287,8 @@ def clip(gradients: Sequence[Tensor | None], limit: float | None) -> tuple[list[
     """
     present = [gradient for gradient in gradients if gradient is not None]
     if limit is None:
-        return list(gradients), _norm([gradient.detach() for gradient in present])
+        with torch.no_grad():
+            return list(gradients), _norm(present)
     norm = _norm(present)
     shrink = (limit / (norm + 1e-6)).clamp(max=1.0)
     return [None if gradient is None else gradient * shrink.to(gradient.dtype) for gradient in gradients], norm.detach()
