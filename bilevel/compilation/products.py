@@ -38,12 +38,12 @@ def choose_products(graph: fx.GraphModule) -> None:
                 first, second = node.args[bias : bias + 2]
                 if node.kwargs or len(node.args) != bias + 2 or not _is_large(node, first, second):
                     continue
-                shift = node.args[0] if bias else None
+                shift: Any = node.args[0] if bias else None
                 if shift is not None and shift.meta["val"].ndim != 1:
                     continue
                 turned = _transposed(graph.graph, second, transposes)
                 with graph.graph.inserting_before(node):
-                    arguments = (first, turned, shift, "none", [], "")
+                    arguments: tuple[Any, ...] = (first, turned, shift, "none", [], "")
                     product = graph.graph.call_function(torch.ops.mkldnn._linear_pointwise.default, arguments)
                 node.replace_all_uses_with(product)
                 graph.graph.erase_node(node)
@@ -68,7 +68,8 @@ def compiled_products() -> Generator[None]:
         return ir.TensorBox.create(mkldnn_ir.LinearBinary.create(x, y, w, b, attr))
 
     assert mkldnn_lowerings is not None
-    rules, product = lowering.lowerings, torch.ops.mkldnn._linear_pointwise
+    rules: dict[Any, Any] = lowering.lowerings
+    product = torch.ops.mkldnn._linear_pointwise
     before = {key: rules[key] for key in (product.default, product.binary)}
     rules.update({product.default: unary, product.binary: binary})
     try:
@@ -77,16 +78,16 @@ def compiled_products() -> Generator[None]:
         rules.update(before)
 
 
-def _is_large(*nodes: fx.Node) -> bool:
+def _is_large(*nodes: Any) -> bool:
     """Whether a product, and what is multiplied, are for oneDNN."""
-    values = [node.meta.get("val") for node in nodes]
+    values: list[Any] = [node.meta.get("val") for node in nodes]
     if not all(isinstance(value, Tensor) and value.dtype == torch.float32 for value in values):
         return False
     product, first, _ = values
-    return product.device.type == "cpu" and product.numel() * first.shape[1] >= LARGE
+    return bool(product.device.type == "cpu" and product.numel() * first.shape[1] >= LARGE)
 
 
-def _transposed(graph: fx.Graph, node: fx.Node, known: dict[fx.Node, fx.Node]) -> fx.Node:
+def _transposed(graph: fx.Graph, node: Any, known: dict[fx.Node, fx.Node]) -> Any:
     """The transpose of a matrix, made once for all products that it takes part in."""
     if node.target is aten.t.default:
         return node.args[0]
