@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from bilevel.compilation import MAX_KINDS, Later, OfModule, Staged
-from bilevel.compilation.products import LARGE, choose_products
+from bilevel.compilation.products import LARGE, ONEDNN, choose_products
 from bilevel.compilation.staged import _close
 
 X = torch.linspace(-1, 1, 6, dtype=torch.float64)
@@ -325,7 +325,7 @@ def products(x, w, b, v):
     return h, h.t() @ x, h.detach() @ w, x.t() @ h, x.t() @ h[:, ::2], x @ v, w[:, :2].t() @ w[:, :2]
 
 
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="no oneDNN")
+@pytest.mark.skipif(not ONEDNN, reason="no oneDNN")
 @pytest.mark.parametrize(("dtype", "moved"), [(torch.float32, 5), (torch.float64, 0)])
 def test_large_products_are_chosen_without_a_change_of_their_values(dtype, moved):
     generator = torch.Generator().manual_seed(0)

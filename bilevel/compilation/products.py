@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,8 @@ from torch import Tensor, fx
 
 LARGE = 2**20
 """Multiplications in a product from which on oneDNN is faster than the call of it is slow."""
+ONEDNN = torch.backends.mkldnn.is_available() and platform.machine().lower() in ("x86_64", "amd64")
+"""Whether its products can be compiled, and have been measured."""
 aten = torch.ops.aten
 
 
@@ -31,7 +34,7 @@ def choose_products(graph: fx.GraphModule) -> None:
             product = graph.graph.call_function(aten.mm.default, (matrix, column))
             node.replace_all_uses_with(graph.graph.call_function(aten.squeeze.dim, (product, 1)))
         graph.graph.erase_node(node)
-    if torch.backends.mkldnn.is_available():
+    if ONEDNN:
         transposes: dict[fx.Node, fx.Node] = {}
         for target, bias in ((aten.mm.default, 0), (aten.addmm.default, 1)):
             for node in graph.graph.find_nodes(op="call_function", target=target):
@@ -56,7 +59,7 @@ def choose_products(graph: fx.GraphModule) -> None:
 @contextmanager
 def compiled_products() -> Generator[None]:
     """Let inductor compile products by oneDNN of what is not constant; its own rule takes only constant weights."""
-    if not torch.backends.mkldnn.is_available():
+    if not ONEDNN:
         yield
         return
     from torch._inductor import ir, lowering, mkldnn_ir, mkldnn_lowerings  # takes seconds
