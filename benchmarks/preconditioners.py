@@ -1,6 +1,7 @@
 """How exact is a hypergradient after few products: preconditioners of CG, K-FAC as a solver, and Nyström.
 
 python benchmarks/preconditioners.py --out docs/results/preconditioners.txt
+python benchmarks/preconditioners.py --nystrom --out docs/results/nystrom.txt
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ import bilevel
 HEADER = """\
 |found - exact| / |exact| of the hypergradient in float32, where exact is the converged solve in float64 with the same
 matrix. A probe of a preconditioner counts as a product: with 8 products and 2 probes, CG makes 6 steps.
+"""
+HEADER_OF_NYSTROM = """\
+|found - exact| / |exact| of the hypergradient in float32, where exact is the converged solve without damping in float64
+with the same matrix. CG 300, with the same damping, has the error of the damping alone.
 """
 PRODUCTS = (2, 4, 8, 12, 20)
 PRECONDITIONERS: dict[str, bilevel.Preconditioner | None] = {
@@ -106,15 +111,35 @@ def table(make: Callable[[], Task], curvature: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+def nystrom(make: Callable[[], Task], curvature: str) -> str:
+    """Of one task: what rank and damping would do, and the error that the damping alone makes."""
+    torch.manual_seed(0)
+    task = make()
+    truth = exact(task, curvature)
+
+    def of(solver: bilevel.LinearSolver) -> str:
+        return f"{error(task, truth, bilevel.Implicit(solver, curvature=curvature, warm_start=False)):>9}"
+
+    ranks = (20, 64, 256)
+    lines = [f"{task.name}, {curvature}"]
+    lines.append(f"{'Nystrom':14}" + "".join(f"{f'rank {k}':>9}" for k in ranks) + f"{'CG 300':>9}")
+    for damping in (1e-3, 1e-2, 1e-1, 1.0):
+        row = [of(bilevel.Nystrom(rank=k, damping=damping)) for k in ranks]
+        row.append(of(bilevel.CG(max_steps=300, rtol=0.0, damping=damping)))
+        lines.append(f"{f'damping {damping:g}':14}" + "".join(row))
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     """Print a table per task."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="write the tables to this file, too")
+    parser.add_argument("--nystrom", action="store_true", help="ranks and dampings of Nyström instead")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    tables = [HEADER]
+    tables = [HEADER_OF_NYSTROM if options.nystrom else HEADER]
     for make, curvature in TASKS.values():
-        tables.append(table(make, curvature))
+        tables.append((nystrom if options.nystrom else table)(make, curvature))
         print(tables[-1], flush=True)
     if options.out:
         options.out.write_text("\n".join(tables), encoding="utf-8")

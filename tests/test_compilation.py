@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from bilevel.compilation import MAX_KINDS, Later, OfModule, Staged
+from bilevel.compilation.products import LARGE, ONEDNN, choose_products
 from bilevel.compilation.staged import _close
 
 X = torch.linspace(-1, 1, 6, dtype=torch.float64)
@@ -315,3 +317,28 @@ def test_rounding_that_grows_is_no_difference():
         wrong = Staged(lambda x: (x.exp(), []), "t", backend=lambda g, _: lambda x: [1.01 * g(x)[0]], limit=limit)
         assert wrong.attempt(x) is None
         assert "differ" in wrong.reason
+
+
+def products(x, w, b, v):
+    """Each kind of product: of transposes, of what was transposed before, with a shift, with a vector, and small."""
+    h = torch.addmm(b, x, w.t()).tanh()
+    return h, h.t() @ x, h.detach() @ w, x.t() @ h, x.t() @ h[:, ::2], x @ v, w[:, :2].t() @ w[:, :2]
+
+
+@pytest.mark.skipif(not ONEDNN, reason="no oneDNN")
+@pytest.mark.parametrize(("dtype", "moved"), [(torch.float32, 5), (torch.float64, 0)])
+def test_large_products_are_chosen_without_a_change_of_their_values(dtype, moved):
+    generator = torch.Generator().manual_seed(0)
+    x, w, b, v = (
+        torch.randn(*shape, generator=generator).double() for shape in ((128, 130), (160, 130), (160,), (130,))
+    )
+    assert 128 * 130 * 80 > LARGE
+    inputs = [tensor.to(dtype) for tensor in (x, w, b, v)]
+    graph = make_fx(products)(*inputs)
+    choose_products(graph)
+    targets = [str(node.target) for node in graph.graph.nodes]
+    assert targets.count("mkldnn._linear_pointwise.default") == moved
+    assert "aten.mv.default" not in targets
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-13
+    for found, expected in zip(graph(*inputs), products(x, w, b, v), strict=True):
+        torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=100 * tolerance)

@@ -250,6 +250,8 @@ def _compile_part(
         return lambda *_: ()
     graph = fx.Graph()
     copies = {node: graph.placeholder(node.name) for node in inputs}
+    for node, copy in copies.items():
+        copy.meta = dict(node.meta)
     for node in body:
         copies[node] = graph.node_copy(node, copies.__getitem__)
     graph.output(tuple(copies[node] for node in outputs))

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from bilevel.compilation.graph import Backend, Compiled, Later, Stage, kind, trace
+from bilevel.compilation.products import choose_products, compiled_products
 from bilevel.precision import autocast_outside
 from bilevel.rng import Stream
 
@@ -36,8 +37,8 @@ def inductor(graph: fx.GraphModule, inputs: list[Tensor], *, host: bool = True) 
     """
     import torch._inductor.config  # takes seconds
 
-    _keep_products(graph)
-    with torch._inductor.config.patch(fallback_random=True, cpp_wrapper=not host):
+    choose_products(graph)
+    with torch._inductor.config.patch(fallback_random=True, cpp_wrapper=not host), compiled_products():
         compiled: Any = torch._inductor.compile(graph, [*inputs])
     # Without the guard against being traced itself, which nothing here does.
     function: Callable[..., Any] = getattr(compiled, "_torchdynamo_orig_callable", compiled)
@@ -56,19 +57,6 @@ def inductor_in_cpp(graph: fx.GraphModule, inputs: list[Tensor]) -> Callable[...
         except Exception as error:
             _LOG.info("no C++ wrapper: %s", error)
     return inductor(graph, inputs)
-
-
-def _keep_products(graph: fx.GraphModule) -> None:
-    """Leave a product of matrix and vector to the BLAS: as a sum, as inductor writes it, it takes ten times as long."""
-    aten = torch.ops.aten
-    for node in graph.graph.find_nodes(op="call_function", target=aten.mv.default):
-        matrix, vector = node.args
-        with graph.graph.inserting_before(node):
-            column = graph.graph.call_function(aten.unsqueeze.default, (vector, 1))
-            product = graph.graph.call_function(aten.mm.default, (matrix, column))
-            node.replace_all_uses_with(graph.graph.call_function(aten.squeeze.dim, (product, 1)))
-        graph.graph.erase_node(node)
-    graph.recompile()
 
 
 @final

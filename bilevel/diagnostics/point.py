@@ -62,8 +62,7 @@ class Point:
         if curvature == "gauss_newton":
             with self.replay():
                 self.curvature = GaussNewton(self.inner, self.hyper, train_batch)
-        pairs = zip(self.hessian.gradient, self.hessian.weights, strict=True)
-        self.gradient = flatten([torch.zeros_like(leaf) if part is None else part.detach() for part, leaf in pairs])
+        self.gradient = self.hessian.gradient.detach()
 
     def replay(self) -> AbstractContextManager[None]:
         """Draw the random numbers of the solver's next step. Every call starts over with the first."""

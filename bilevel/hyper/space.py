@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -93,15 +93,16 @@ class Space:
             For each hyperparameter a tensor of shape ``(*batch, *its own shape)``. A shared one has its own shape only.
         """
         # Neighbours of one kind are mapped together, but kept apart from others: rounding has no graph.
-        blocks = torch.split(vector, [sum(sizes) for _, sizes in self._runs], dim=-1)
+        blocks = _divided(vector, [sum(sizes) for _, sizes in self._runs])
         natural = [
             part
             for (entry, sizes), block in zip(self._runs, blocks, strict=True)
-            for part in torch.split(entry.natural(block), sizes, dim=-1)
+            for part in _divided(entry.natural(block), sizes)
         ]
         parts = {
-            name: part.reshape(vector.shape[:-1] + entry.init.shape)
+            name: part if part.shape == shape else part.reshape(shape)
             for (name, entry), part in zip(self.hyper.items(), natural, strict=True)
+            for shape in [vector.shape[:-1] + entry.init.shape]
         }
         if vector.ndim > 1:
             parts = {name: part[0] if self.hyper[name].shared else part for name, part in parts.items()}
@@ -147,6 +148,11 @@ class Space:
             else:
                 columns |= {f"{name}{list(index)}": value[index] for index in np.ndindex(*value.shape)}
         return columns
+
+
+def _divided(vector: Tensor, sizes: list[int]) -> Sequence[Tensor]:
+    """Parts of the last dimension; a single one without an operation, since steps of unrolling each pay for theirs."""
+    return [vector] if len(sizes) == 1 else torch.split(vector, sizes, dim=-1)
 
 
 def _runs(hyper: Mapping[str, Hyper]) -> list[tuple[Hyper, list[int]]]:

@@ -197,15 +197,17 @@ class Operator:
             ValueError: If that tensor is not like its argument.
         """
         safe_point()
-        given = p.to(self.dtype)
+        given = p if p.dtype == self.dtype else p.to(self.dtype)
         product: Any = self.matvec(given)
         if not isinstance(product, Tensor):
             raise TypeError(f"matvec must return a tensor, got {type(product).__name__}.")
-        if (product.shape, product.dtype, product.device) != (given.shape, given.dtype, given.device):
+        alike = product.shape == given.shape and product.dtype == given.dtype and product.device == given.device
+        if not alike:
             raise ValueError(
                 f"matvec must return a vector like its argument ({_describe(given)}), got one of {_describe(product)}."
             )
-        result = product.detach().to(p.dtype)
+        result = product.detach() if product.requires_grad else product
+        result = result if result.dtype == p.dtype else result.to(p.dtype)
         return result if self.damping == 0 else torch.add(result, p, alpha=self.damping)
 
 

@@ -72,6 +72,22 @@ class Neumann(Iterative):
             check_number(self, "scale", self.scale, above=0, or_equal=False, advice=" None estimates it.")
 
     @override
+    def _run(self, operator: Operator, b: Tensor, target: Number, max_steps: int) -> Run:
+        """With numbers on the host and a fixed number of terms, the sizes of the residuals are judged at the end."""
+        if not operator.host or self.rtol > 0 or max_steps < 2 or getattr(operator.matvec, "loop", None) is not None:
+            return super()._run(operator, b, target, max_steps)
+        state, lengths = self._begin(operator, b, target), []
+        x, scale = state.x, pick(state.active, state.scale, 0.0)
+        for _ in range(max_steps - self.begun):
+            r = torch.sub(b, operator(x))
+            lengths.append(length(r))
+            x.add_(r, alpha=scale)
+            del r  # before the next one needs memory
+        for size in torch.stack(lengths).tolist():
+            state = self._judged(operator, state, size)
+        return self._end(operator, state)
+
+    @override
     def _begin(self, operator: Operator, b: Tensor, target: Number) -> _State:
         size = operator.number(norm(b))
         scale = self.scale if self.scale is not None else operator.number(_estimate(operator, b))
@@ -81,27 +97,31 @@ class Neumann(Iterative):
         zero = (size > 0) & is_infinite(scale)
         none = nought(size)
         state = _State(torch.zeros_like(b), b, size, none, none, negate(zero), none + 100 * operator.eps, scale, target)
-        return self._add(state, b)
+        state = self._counted(state)
+        return state._replace(x=add_scaled_(state.x, b, pick(state.active, state.scale, 0.0)))
 
     @override
     def _advance(self, operator: Operator, state: _State, *, first: bool | None) -> _State:
-        x, b, before, _, value, active, rounding, *_ = state
-        r = b - operator(x)
+        r = state.b - operator(state.x)
+        # Residuals are at most of length one until the series diverges: no need of the safe norm.
+        state = self._judged(operator, state, operator.number(length(r)))
+        return state._replace(x=add_scaled_(state.x, r, pick(state.active, state.scale, 0.0)))
+
+    def _judged(self, operator: Operator, state: _State, size: Number) -> _State:
+        """Whether a residual of this size calls for one term more."""
+        _, _, before, _, value, active, rounding, *_ = state
         # The sum of the residuals so far bounds |x| / scale, and so the rounding error of x.
         rounding = rounding + 100 * operator.eps * before
-        # Residuals are at most of length one until the series diverges: no need of the safe norm.
-        size = operator.number(length(r))
         # For symmetric matrices these quotients never fall: one above 1 is proof of divergence.
         grows = active & (size > larger(before * (1 + operator.eps**0.5), rounding))
         value = pick(grows, divide(size, before), value)
         active = active & negate(grows)
-        return self._add(state._replace(size=size, value=value, active=active, rounding=rounding), r)
+        return self._counted(state._replace(size=size, value=value, active=active, rounding=rounding))
 
-    def _add(self, state: _State, r: Tensor) -> _State:
+    def _counted(self, state: _State) -> _State:
         """One term more, unless the residual is small enough."""
         active = state.active & (state.size != 0) & (state.size > state.target)
-        x = add_scaled_(state.x, r, pick(active, state.scale, 0.0))
-        return state._replace(x=x, active=active, steps=state.steps + active)
+        return state._replace(active=active, steps=state.steps + active)
 
     @override
     def _is_done(self, operator: Operator, state: _State) -> Number:

@@ -32,7 +32,7 @@ class Curvature(ABC):
         weights: Leaves at the current weights.
         hyper: Leaves at the current hyperparameters, unconstrained, one per name.
         loss: The inner loss, with its graph.
-        gradient: Of the inner loss in the weights, with its graph; None where there is no dependence.
+        gradient: Of the inner loss in the weights, flat, with its graph.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class Curvature(ABC):
             self.loss = inner.problem.inner_loss(self._model(inner), values, batch).value
             if not differentiate:
                 return
-            self.gradient = _gradient(self.loss, self.weights)
-            # In one piece, since every product has to look at each tensor that it starts from.
-            self._flat = flatten(_zeros_for_none(self.gradient, self.weights))
+            # In one piece, since every product has to look at each tensor that it starts from. Its parts would be held
+            # in vain.
+            self.gradient = flatten(_zeros_for_none(_gradient(self.loss, self.weights), self.weights))
             self._leaves = tuple(self.weights)
 
     def _model(self, inner: Variables) -> Model:
@@ -91,7 +91,7 @@ class Curvature(ABC):
         Returns:
             By name; None where the gradient of the inner loss does not depend on the hyperparameter.
         """
-        parts = vjp([self._flat], list(self.hyper.values()), [vector], retain_graph=True)
+        parts = vjp([self.gradient], list(self.hyper.values()), [vector], retain_graph=True)
         return dict(zip(self.hyper, parts, strict=True))
 
     def cross_vjp(self, vector: Tensor) -> Tensor:
@@ -117,10 +117,10 @@ class Curvature(ABC):
         """
         leaves = list(self.hyper.values())
         with torch.enable_grad():
-            dummies = [torch.zeros_like(weight).requires_grad_() for weight in self.weights]
-            transposed = vjp(self.gradient, leaves, dummies, create_graph=True, retain_graph=True)
-        # The transposed product is linear in the dummies, so its derivative in them is the product itself.
-        return flatten(_zeros_for_none(vjp(transposed, dummies, unflatten(vector, leaves), retain_graph=True), dummies))
+            dummy = torch.zeros_like(self.gradient).requires_grad_()
+            transposed = vjp([self.gradient], leaves, [dummy], create_graph=True, retain_graph=True)
+        # The transposed product is linear in the dummy, so its derivative in it is the product itself.
+        return _zeros_for_none(vjp(transposed, [dummy], unflatten(vector, leaves), retain_graph=True), [dummy])[0]
 
 
 @final
@@ -130,12 +130,12 @@ class Hessian(Curvature):
     @override
     def product(self, vector: Tensor) -> Tensor:
         r"""Differentiate the gradient, :math:`\mathbf{H} p = \nabla_w (p^\top \nabla_w \mathcal{L}_T)`."""
-        if not self._flat.requires_grad:
+        if not self.gradient.requires_grad:
             return torch.zeros_like(vector)
         # What torch.autograd.grad does, without checks that take as long as a small layer: solvers make vectors alike.
         with SecondDerivatives():
             parts = _engine_run_backward(
-                (self._flat,), (vector,), True, False, self._leaves, allow_unreachable=True, accumulate_grad=False
+                (self.gradient,), (vector,), True, False, self._leaves, allow_unreachable=True, accumulate_grad=False
             )
         return flatten(_zeros_for_none(parts, self.weights))
 

@@ -53,6 +53,8 @@ class Trajectory:
         Returns:
             Where they lead.
         """
+        if not batches:
+            return point
         with self.step.guarded():
             for batch in batches:
                 if self._compiles and self.compiled is not None:

@@ -186,6 +186,8 @@ class FiniteCheck:
         if steps is None:
             return
         norms, losses = steps.norms.to(self._first_bad), steps.losses.to(self._first_bad)
+        if self.at_once and math.isfinite(float(norms.sum() + losses.sum())):
+            return
         first = (~(norms + losses).isfinite()).to(torch.int).argmax()  # the first bad one, if there is one
         # Not by indexing, which would read the index.
         norm, loss = (values.gather(0, first[None])[0] for values in (norms, losses))
@@ -203,6 +205,11 @@ class FiniteCheck:
             state: From :meth:`number`, after it.
             inner_step: The number of the next inner step.
         """
+        if self.at_once and norms.device.type == "cpu":  # a look at a number takes less time than an operation
+            found = [float(number) for number in (norms.sum(), loss, (values * 0).sum(), state)]
+            facts = [doubt.numbers.tolist() for doubt in self._response.doubts or []]
+            self._decide([0.0] * 5, [step, *found], facts, inner_step)
+            return
         parts = [norms.new_full((), step), norms.sum(), loss.to(norms), (values * 0).sum(), state.to(norms)]
         self._judge(torch.stack([self._noted(), torch.stack(parts)]), inner_step)
 
@@ -239,7 +246,7 @@ class FiniteCheck:
         return torch.where(self._first_bad[0].isnan(), 0.0, self._first_bad)
 
     def _judge(self, records: Tensor, inner_step: int) -> None:
-        """The one place where numbers are read from the device.
+        """Read numbers from the device, all at once, and judge them.
 
         Args:
             records: A row for inner steps, whose fourth entry is the sum of the perturbed terms, and a row for an outer
@@ -256,14 +263,19 @@ class FiniteCheck:
         inner, outer, rest = numbers[:5], numbers[5:10], iter(numbers[10:])
         if flag is not None:
             self._last_good.settle(bool(next(rest)))
+        facts = [[next(rest) for _ in range(len(doubt.numbers))] for doubt in doubts]
+        self._decide(inner, outer, facts, inner_step)
+
+    def _decide(self, inner: list[float], outer: list[float], facts: list[list[float]], inner_step: int) -> None:
+        """The same, once they were read; ``facts`` are those of the doubts."""
         if not math.isfinite(sum(inner[1:4])):
             raise self._bad_inner(*inner[:4])
         if not math.isfinite(inner[4]):
             self._judge_state(f"before inner step {int(inner[0])}, counted from 0", int(inner[0]))
         # If both are wrong, a loss that is not finite is the cause.
         if math.isfinite(outer[2]):
-            for doubt in doubts:
-                doubt.settle([next(rest) for _ in range(len(doubt.numbers))])
+            for doubt, numbers in zip(self._response.doubts or [], facts, strict=True):
+                doubt.settle(numbers)
         if not math.isfinite(sum(outer[1:4])):
             raise self._bad_outer(*outer[:4])
         if not math.isfinite(outer[4]):

@@ -145,7 +145,8 @@ def outer(solver: Solver, train_batch: Any, valid_batch: Any) -> OuterStep:
             solver.optimization.step(gradients)
             solver.response.commit()
             # The step is made before it is judged, so that all flags are read from the device at once.
-            values = torch.cat([value.flatten() for value in solver.hyper.values()])
+            now = solver.vector.detach()
+            values = torch.cat([value.flatten() for value in solver.problem.space.values(now).values()])
             state = solver.guard.finite.number(guard.step.tensors())
             if solver.group is not None:
                 together.compare(solver, solver.group)
