@@ -44,8 +44,11 @@ def commands() -> Iterator[tuple[str, str]]:
             yield f"runs/mnist-{method}-{seed}", f"{MNIST} --method {method} --seed {seed}"
         yield f"runs/mnist-random_search-{seed}", f"{MNIST} --method random_search {SIX} --seed {seed}"
         yield f"runs/mnist-tpe-{seed}", f"{MNIST} --method tpe {TEN} --seed {seed}"
+    for seed in range(3):
+        search = f"{MNIST} --method random_search --trials 3 --pruner none --seed {seed}"
+        yield f"runs/mnist-random_search_long-{seed}", search
     small = "--task mnist --preset width400 --limit 10000 --epochs 40 --methods delta_stn stn delta_stn_paper"
-    yield "studies/scale", f"study scale {small} --values 0.1 0.3 0.5 1 2"
+    yield "studies/scale", f"study scale {small} --values 0.1 0.5 2"
     yield "studies/initial", f"study initial {small} --values 0.05 0.4 0.8"
     for seed in range(2):
         for method in ("fixed", "delta_stn", "stn", "delta_stn_paper"):
