@@ -46,7 +46,7 @@ def commands() -> Iterator[tuple[str, str]]:
         yield f"runs/mnist-tpe-{seed}", f"{MNIST} --method tpe {TEN} --seed {seed}"
     for seed in range(3):
         search = f"{MNIST} --method random_search --trials 3 --pruner none --seed {seed}"
-        yield f"runs/mnist-random_search_long-{seed}", search
+        yield f"longer/mnist-random_search-{seed}", search
     small = "--task mnist --preset width400 --limit 10000 --epochs 40 --methods delta_stn stn delta_stn_paper"
     yield "studies/scale", f"study scale {small} --values 0.1 0.5 2"
     yield "studies/initial", f"study initial {small} --values 0.05 0.4 0.8"

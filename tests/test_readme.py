@@ -64,6 +64,23 @@ def test_the_costs_are_those_that_were_measured():
         assert cells(row)[1:] == [time, memory]
 
 
+def test_the_longer_runs_are_those_that_were_made():
+    """How many percent the validation losses of other methods are above that of Δ-STN on MNIST, rounded."""
+    table = (RESULTS / "applications.md").read_text(encoding="utf-8").partition("on the same seed")[2].splitlines()
+    names = cells(next(line for line in table if line.startswith("| task")))
+    values = cells(next(line for line in table if line.startswith("| mnist, 10,000 examples")))
+    shown = dict(zip(names, values, strict=True))
+    flat = " ".join(TEXT.split())
+    for name, text in (
+        ("RS", "random search with the compute of three runs"),
+        ("STN", "`stn`"),
+        ("fixed", "fixed values"),
+    ):
+        assert shown[name].endswith("n=3")
+        mean, error = (round(float(number)) for number in re.match(r"\+([\d.]+) ± ([\d.]+)", shown[name]).groups())
+        assert f"{text} {mean} % ± {error}" in flat, (name, mean, error)
+
+
 def test_the_evidence_is_that_of_the_page():
     """How many percent the other methods are behind, rounded."""
     table = (RESULTS / "evidence.md").read_text(encoding="utf-8").splitlines()
