@@ -31,7 +31,7 @@ with 5000. A mean of 0.2 standard deviations stays below it in 25 % of runs with
 JUDGED = 50
 """Shorter runs have too few outer steps to say that there is no signal."""
 
-LENGTHS = ("T_max", "total_steps", "total_iters", "step_size")
+LENGTHS = ("T_max", "total_steps", "total_iters")
 """Attributes of schedulers of PyTorch that say for how long they are made."""
 
 SIMULATED = 300
@@ -121,18 +121,17 @@ def warn_before(solver: Solver, rounds: int | None, *, warmup: int, outer_steps:
 
 
 def warn_of_schedules(solver: Solver, every: str, *, epochs: int | None, rounds: int | None, steps: int) -> None:
-    """Warn of a scheduler that is made for many more steps than it gets."""
-    advances = {"epoch": epochs, "round": rounds, "step": None if rounds is None else rounds * steps}[every]
-    if advances is None:
+    """Warn of a scheduler that is made for the steps of the run, and advances by epochs or rounds."""
+    advances, in_all = epochs if every == "epoch" else rounds, 0 if rounds is None else rounds * steps
+    if advances is None or every == "step":
         return
     for name, scheduler in solver.schedulers.items():
         found = vars(scheduler)
         length = next((found[key] for key in LENGTHS if isinstance(found.get(key), int)), 0)
-        if name == "weights" and length >= 2 * advances:
+        if name == "weights" and length >= 2 * advances and in_all <= 2 * length <= 4 * in_all:
             _warn(
                 f"inner_scheduler: {type(scheduler).__name__} is made for {length} steps, but advances once per "
-                f"{every}, {advances} times in this run. Give it {advances}"
-                + (", or schedule_every='step'." if every != "step" else ".")
+                f"{every}, {advances} times in this run. Give it {advances}, or schedule_every='step'."
             )
 
 

@@ -25,8 +25,8 @@ SEPARATE = 12
 NAMED = 6
 """A legend names so many lines at most; of more, the first, the middle and the last."""
 
-LISTED = 3
-"""Beside the signals, so many panels are named at most: a longer legend would cover them."""
+LISTED, SHORT = 4, 10
+"""Beside the signals, so many panels are named at most, or some more if their names have so few letters."""
 
 BAND = 2.0
 """How far the signal of pure noise goes, in standard errors."""
@@ -168,11 +168,12 @@ def _draw_signal(axis: Axes, history: History, columns: Mapping[str, list[str]],
 def _name_signals(axis: Axes, hues: Mapping[str, str]) -> None:
     from matplotlib.lines import Line2D
 
-    if len(hues) > LISTED:
+    short = all(len(name) <= SHORT for name in hues)
+    if len(hues) > (2 * LISTED if short else LISTED):
         axis.text(0.98, 0.98, "colours of the panels", transform=axis.transAxes, ha="right", va="top", fontsize=8.5)
         return
     handles = [Line2D([], [], color=hue, label=name) for name, hue in hues.items()]
-    axis.legend(handles=handles, ncols=1, columnspacing=0.8, loc="upper right")
+    axis.legend(handles=handles, ncols=3 if short else 1, columnspacing=0.8, loc="upper right")
 
 
 def _set_range(axis: Axes, entry: Hyper) -> None:

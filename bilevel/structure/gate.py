@@ -28,6 +28,7 @@ class Gate(ByRows):
     shifts of norms over several dimensions, position embeddings and class tokens, which count as matrices here.
 
     Example:
+        >>> import torch
         >>> weights = {"w": torch.tensor([[1.0, 2.0], [3.0, 4.0]])}
         >>> gate = Gate(weights, 1)
         >>> gate.factor.data = torch.tensor([[0.5, 0.0]])  # the first row grows by a half

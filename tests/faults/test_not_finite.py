@@ -427,6 +427,6 @@ class TestFiles:
         state = solver.state_dict()
         state["vector"][0] = math.inf
         before = solver.state_dict()
-        with pytest.raises(ValueError, match="not finite"):
+        with pytest.raises(ValueError, match="NaN or infinite"):
             solver.load_state_dict(state)
         assert_same(solver.state_dict(), before)

@@ -499,12 +499,17 @@ def test_a_schedule_by_steps_goes_on_where_it_was(tmp_path):
 
 def test_a_schedule_that_hardly_begins_is_warned_of():
     def schedule(optimizer):
-        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 400)
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, length)
 
-    with pytest.warns(bilevel.TuningWarning, match="made for 400 steps, but advances once per epoch, 2 times"):
-        bilevel.tune(
-            mlp(), [data()], [data(seed=1)], loss=F.cross_entropy, epochs=2, inner_scheduler=schedule, progress=False
-        )
+    settings = {"loss": F.cross_entropy, "epochs": 2, "inner_steps": 1, "inner_scheduler": schedule, "progress": False}
+    train, length = DataLoader(TensorDataset(*data(24)), 3), 2 * 8
+    with pytest.warns(bilevel.TuningWarning, match="made for 16 steps, but advances once per epoch, 2 times"):
+        bilevel.tune(mlp(), train, [data(seed=1)], **settings)
+    for other in (2, 400):  # the first epochs of a long schedule
+        length = other
+        with warnings.catch_warnings():
+            warnings.filterwarnings("error", message="inner_scheduler")
+            bilevel.tune(mlp(), train, [data(seed=1)], **settings)
 
 
 def test_a_schedule_by_steps_needs_steps_of_its_own():
