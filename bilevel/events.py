@@ -216,6 +216,9 @@ def read(path: str | Path) -> Record:
     Returns:
         What is in it. A line that is cut off or no event is left out, and so is what a ``resume`` made void.
 
+    Raises:
+        ValueError: If the path is that of a folder, a pipe or a device.
+
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "run.jsonl"
@@ -228,7 +231,10 @@ def read(path: str | Path) -> Record:
         >>> record.settings, record.rows, record.memory
         ({'seed': 0}, [{'round': 1, 'outer_loss': nan}], [1000])
     """
-    return _record(Path(path).read_bytes())
+    path = Path(path)
+    if path.exists() and not path.is_file():  # a pipe would be waited for
+        raise ValueError(f"{path} is not a file: give an event log (*.jsonl).")
+    return _record(path.read_bytes())
 
 
 def environment(device: torch.device) -> dict[str, Any]:

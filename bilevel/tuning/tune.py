@@ -214,7 +214,15 @@ def _loss_of(net: nn.Module, loss: Any, inputs: Any, target: Any) -> tuple[Crite
         with repeatable(next(iter(net.parameters())).device), torch.no_grad():
             if loss is not None:
                 criterion = criterion_of(loss)
-                criterion = verified(criterion, loss, _first_call(net, inputs), target)
+                output = _first_call(net, inputs)
+                try:
+                    criterion = verified(criterion, loss, output, target)
+                except Exception as error:
+                    error.add_note(
+                        f"tune: raised by the loss on the first batch, for the output {describe(output)} and the "
+                        f"target {describe(target)}."
+                    )
+                    raise
                 return criterion, lambda model, x, y: call(model, x), inputs
             named = without_cache(net, inputs) if isinstance(inputs, Mapping) else inputs
             criterion, needs_labels = own_criterion(net, named, target)
@@ -239,13 +247,12 @@ def _all_of(loader: Any) -> object:
 def _first_call(net: nn.Module, inputs: Any) -> Any:
     try:
         return call(net, inputs)
-    except TypeError as error:
-        if "argument" in str(error) and type(net).__name__ in str(error):
-            given = f"the inputs {', '.join(inputs)}" if isinstance(inputs, Mapping) else f"{describe(inputs)}"
-            error.add_note(
-                f"tune: called with {given} of the first batch. If these are not the arguments of the network, pass "
-                "unpack=lambda batch: (inputs, target)."
-            )
+    except Exception as error:
+        given = f"the inputs {', '.join(inputs)}: " if isinstance(inputs, Mapping) else ""
+        error.add_note(
+            f"tune: raised by the network, called with {given}{describe(inputs)} of the first batch. If these are not "
+            "its arguments, pass unpack=lambda batch: (inputs, target)."
+        )
         raise
 
 

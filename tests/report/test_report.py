@@ -63,6 +63,13 @@ def checked(text):
     return parser
 
 
+def test_a_log_that_is_no_file_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    for place in (tmp_path / "pipe.jsonl", tmp_path):
+        with pytest.raises(ValueError, match="is not a file: give an event log"):
+            bilevel.events.read(place)
+
+
 def test_a_finished_run(tmp_path):
     log = write_log(tmp_path / "run.pt.jsonl", resume=90, warnings=("the disk is full",))
     out = bilevel.report.write(log, tmp_path / "page.html")

@@ -581,6 +581,12 @@ def test_a_network_that_takes_other_arguments_is_told_of_unpack():
     with pytest.raises(TypeError, match="positional argument") as caught:
         bilevel.tune(mlp(), batches, others, loss=F.cross_entropy, **QUICK)
     assert "pass unpack=lambda batch: (inputs, target)" in caught.value.__notes__[-1]
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as caught:
+        bilevel.tune(mlp(), [data(features=(4,))], others, loss=F.cross_entropy, **QUICK)
+    assert "called with torch.float32 (12, 4)" in caught.value.__notes__[-1]
+    with pytest.raises(RuntimeError, match="target tensor should be 1-D") as caught:
+        bilevel.tune(mlp(), [(data()[0], data()[1][:, None])], others, loss=nn.MultiMarginLoss(), **QUICK)
+    assert "the output torch.float32 (12, 3)" in caught.value.__notes__[-1]
     frozen = mlp().requires_grad_(False)
     with pytest.raises(ValueError, match="all parameters of the network are frozen"):
         bilevel.tune(frozen, *loaders(), loss=F.cross_entropy, **QUICK)
