@@ -31,7 +31,7 @@ KEPT = ("settings.json", "environment.json", "history.csv", "summary.json", "tri
 MNIST = "mnist --preset width400 --limit 10000"
 FASHION = "fashion --preset paper --limit 20000 --epochs 20"
 ALEXNET = "alexnet --preset quick --limit 5000 --epochs 100"
-PTB = "ptb --preset quick --width 200 --limit 100000 --epochs 15"
+PTB = "ptb --preset quick --width 200 --limit 200000 --epochs 15"
 SIX = "--epochs 50 --trials 6 --pruner none"
 TEN = "--epochs 30 --trials 10 --pruner none"
 
@@ -48,7 +48,7 @@ def commands() -> Iterator[tuple[str, str]]:
         search = f"{MNIST} --method random_search --trials 3 --pruner none --seed {seed}"
         yield f"longer/mnist-random_search-{seed}", search
     small = "--task mnist --preset width400 --limit 10000 --epochs 40 --methods delta_stn stn delta_stn_paper"
-    yield "studies/scale", f"study scale {small} --values 0.1 0.5 2"
+    yield "studies/scale", f"study scale {small} --values 0.1 0.5 1 2"
     yield "studies/initial", f"study initial {small} --values 0.05 0.4 0.8"
     for seed in range(2):
         for method in ("fixed", "delta_stn", "stn", "delta_stn_paper"):
