@@ -189,6 +189,17 @@ class BestResponse(nn.Module, ABC):
             A model whose ``params`` are :math:`r(\lambda)`.
         """
 
+    def scaled(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        """The gradients of what the method adds to the weights, in the units in which its optimizer takes steps.
+
+        Args:
+            gradients: Of the sum of :meth:`inner_loss`; None where it does not depend on a parameter.
+
+        Returns:
+            As many.
+        """
+        return gradients
+
     def check(self, hyper: Tensor, batch: Any) -> None:
         """Refuse, before work starts, an inner loss that this method would get wrong.
 

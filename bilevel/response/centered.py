@@ -17,6 +17,9 @@ step draw the same masks and augmentations.
   product with a weight.
 - *Antithetic pairs* average over :math:`\epsilon` and :math:`-\epsilon`. All odd terms cancel, at the price of a second
   perturbed pass.
+
+What is left is divided by :math:`\sigma^2`, entry by entry of :math:`\lambda`. Its expectation is then
+:math:`\mathbf{G} \Theta + \mathbf{B}` whatever the scale, and an optimizer like SGD learns as fast with a small one.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -148,8 +152,29 @@ class CenteredResponse(HypernetworkResponse):
         return Loss(held.passed_on(loss.value), loss.aux)
 
     @override
+    def scaled(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
+        r"""Without the :math:`\sigma^2` of the signal. With the noise still in, that would only make it louder."""
+        settings = self._settings
+        if not (self.antithetic or self.subtracts) or (settings.entropy is None and settings.scale == 1):
+            return gradients
+        sigma = self.scale().detach()
+        # Below this, the rounding errors of a loss are larger than what a perturbation changes.
+        square = sigma.clamp_min(torch.finfo(sigma.dtype).eps ** 0.5).square()
+        rowwise = self.theta.rowwise if isinstance(self.theta, Theta) else None
+        directions = set() if rowwise is None else {id(template) for template in rowwise.templates}
+        return [
+            None if g is None else g / _along(square.mean()[None] if id(param) in directions else square, g)
+            for param, g in zip(self.theta.parameters(), gradients, strict=True)
+        ]
+
+    @override
     def forward(self, hyper: Tensor, train_batch: Any = None, center: Tensor | None = None) -> Model:
         r"""The model with weights :math:`w_0 + \Theta (\lambda - \lambda_0)`."""
         if center is not None or hyper.ndim > 1:
             return self.affine(hyper - (hyper.detach() if center is None else center))
         return self.inner.model(at_center(self.theta, hyper, self.inner.params()))
+
+
+def _along(numbers: Tensor, gradient: Tensor) -> Tensor:
+    """Numbers for dimension 0 of a gradient."""
+    return numbers.to(gradient.dtype).view(-1, *[1] * (gradient.ndim - 1))

@@ -156,7 +156,8 @@ class Differentiation:
             loss, values, total = self._terms([*self._weights, *self._rest], hyper, batch)
         else:
             loss, values, total = self.inner(hyper, batch)
-        groups = {"weights": total[: len(self._weights)], "response": total[len(self._weights) :]}
+        own = len(self._weights)
+        groups = {"weights": total[:own], "response": self._response.scaled(total[own:])}
         return loss, values, {name: gradients for name, gradients in groups.items() if gradients}
 
     def of_outer_loss(

@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import SEEDS, assert_equal, double, quadratics, randn, set_response, sgd, terms
+from problems import SCALES, SEEDS, assert_equal, double, quadratics, randn, set_response, sgd, terms
 from test_per_example import Net, batch_of, draw_noise, natural, penalty, predict, problem_of, scramble, slow_term
 from torch import nn
+from torch.distributions.transforms import SoftplusTransform
 from torch.func import jvp
 from torch.nn import functional as F
 
@@ -82,6 +83,61 @@ def test_an_outer_step_takes_the_mean_of_a_perturbation_and_its_negative(method,
     assert_equal(raw - scale.raw.detach(), slope / (1 + torch.exp(-raw)))
     sides = [quadratic.outer(hyper + sign * 0.7 * z, w + sign * 0.7 * theta @ z) for sign in (1, -1)]
     assert_equal(step.loss, sum(sides) / 2)
+
+
+@pytest.mark.parametrize("less", LESS)
+@pytest.mark.parametrize("method", BOTH)
+@given(quadratic=quadratics(), seed=SEEDS, scale=SCALES, learned=st.booleans())
+def test_a_step_of_sgd_learns_the_same_whatever_the_scale(method, less, quadratic, seed, scale, learned):
+    """The gradient is (AΘ + B)zzᵀ for ε = σz, divided by an entry of σ² for each hyperparameter that responds."""
+    h = len(quadratic.hyper)
+    solver = Solver(
+        quadratic.problem(),
+        method=BOTH[method](structure="dense", scale=scale, entropy=0.1 if learned else None, **LESS[less]),
+        inner_optimizer=sgd(0.1),
+    )
+    sigma = torch.full((h,), scale, dtype=torch.float64)
+    if learned:  # each entry then has a scale of its own
+        sigma = scale * torch.linspace(1, 3, h, dtype=torch.float64)
+        solver.response.scale.raw.data = SoftplusTransform().inv(sigma)
+    set_response(solver.response, quadratic.hyper, quadratic.weights, quadratic.theta)
+    (z,) = randn(seed, (h,))
+    solver.response.scale.sample = lambda examples=None: sigma * z
+    solver.inner_step()
+    found = torch.cat([slope.detach().reshape(h, -1) for slope in solver.response.theta.parameters()], 1).T
+    gradient = (quadratic.A @ quadratic.theta + quadratic.B) @ torch.outer(sigma * z, sigma * z) / sigma**2
+    assert_equal(found, quadratic.theta - 0.1 * gradient, 1e-8)
+
+
+@pytest.mark.parametrize("settings", [{"structure": "gate"}, {"structure": "rowwise"}, {"perturb": "batch"}], ids=str)
+@given(seed=SEEDS, scale=SCALES)
+def test_all_parts_of_a_response_learn_the_same_whatever_the_scale(settings, seed, scale):
+    """A linear network and a squared error that is linear in λ: rows, and directions that are learned as well."""
+    x, y = randn(seed, (4, 3), (4, 2))
+    theta = []
+    for sigma in (1.0, scale):
+        problem = Problem(
+            nn.Linear(3, 2, dtype=torch.float64),
+            inner_loss=lambda model, hyper, batch: (model(x) - y - hyper["shift"].reshape(-1, 1)).square().mean(-1),
+            outer_loss=lambda model, hyper, batch: model(x).square().mean(),
+            hyper={"shift": bilevel.real(double(0.3))},
+            examples=lambda batch: 4,
+        )
+        torch.manual_seed(seed)
+        problem.module.reset_parameters()
+        solver = Solver(problem, method=DeltaSTN(scale=sigma, **settings), inner_optimizer=sgd(0.05))
+        solver.inner_step(0)
+        theta.append([param.detach().clone() for param in solver.response.theta.parameters()])
+    assert any(param.abs().max() > 1e-6 for param in theta[0])
+    for one, other in zip(*theta, strict=True):
+        assert_equal(one, other, 1e-8)
+
+
+def test_the_papers_gradient_keeps_its_scale():
+    """With the noise still in, a small scale divided out would drown the signal."""
+    response = DeltaSTN.paper(scale=0.1).bind(problem_of(Net()))
+    gradients = [torch.ones_like(param) for param in response.theta.parameters()]
+    assert response.scaled(gradients) is gradients
 
 
 # With masks, penalties and a perturbation for each example
