@@ -90,13 +90,14 @@ CONFIGS: dict[str, Config] = {
     "plain_gate": {"method": lambda: DELTA(control=False)},
     "rows_pairs": {"method": lambda: DELTA(structure="rowwise")},
     "per_batch": {"method": lambda: DELTA(perturb="batch")},
+    **{f"every_{steps}": {"method": lambda steps=steps: DELTA(response_every=steps)} for steps in (1, 3)},
     # Two things at once.
     "valid_x4_pairs": {"valid_batch": 4, "method": lambda: DELTA(antithetic=True)},
     "inner_2_pairs": {"inner_steps": 2, "method": lambda: DELTA(antithetic=True)},
     # Other methods, and the paper's settings.
     "rmsprop_0.01": {"outer_optimizer": rmsprop(0.01), "warmup": 0.0},
     "paper": {
-        "method": lambda: DELTA(structure="rowwise", control=False, entropy=1e-3),
+        "method": bilevel.DeltaSTN.paper,
         "outer_optimizer": rmsprop(0.01),
         "warmup": 0.0,
     },

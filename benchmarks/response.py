@@ -58,7 +58,7 @@ QUICK = ("mlp", "classifier")
 FACTORS = ("classifier", "transformer")
 DEFAULT = "gate + control (default)"
 VARIANTS: dict[str, tuple[str, Callable[..., bilevel.Method]]] = {
-    "delta, paper": ("rowwise", partial(bilevel.DeltaSTN, structure="rowwise", control=False)),
+    "delta, paper": ("rowwise", partial(bilevel.DeltaSTN, structure="rowwise", control=False, response_every=1)),
     "rows + pairs": ("rowwise", partial(bilevel.DeltaSTN, structure="rowwise", antithetic=True)),
     "rows + pairs, half of examples": (
         "rowwise",

@@ -14,7 +14,7 @@ file               what it refuses
 from bilevel.checks.dependence import check_continuous, check_dependence
 from bilevel.checks.kinds import Kinds, isolated, repeatable
 from bilevel.checks.outputs import check_outputs
-from bilevel.checks.rows import check_linearized, check_rows
+from bilevel.checks.rows import check_linearized, check_rows, takes_own_shape
 from bilevel.checks.smooth import check_smooth
 
 __all__ = [
@@ -27,4 +27,5 @@ __all__ = [
     "check_smooth",
     "isolated",
     "repeatable",
+    "takes_own_shape",
 ]

@@ -89,6 +89,26 @@ def check_linearized(problem: Problem, make: Callable[[], Model], hyper: Tensor,
             return
 
 
+def takes_own_shape(problem: Problem, inner: Variables, hyper: Tensor, batch: Any) -> bool:
+    """Whether the inner loss can be evaluated with hyperparameters of their own shape, without a row for each example.
+
+    Args:
+        problem: The problem.
+        inner: Weights and buffers.
+        hyper: Unconstrained, shape ``(h,)``.
+        batch: For the inner loss.
+
+    Returns:
+        The answer.
+    """
+    with repeatable(hyper.device), torch.no_grad():
+        try:
+            problem.inner_loss(inner.model(inner.params()), hyper, isolated(batch))
+        except Exception:
+            return False
+    return True
+
+
 def _check(subject: Subject) -> None:
     hyper, count = subject.hyper, subject.count
     shift = SCALE * torch.randn(len(hyper), dtype=hyper.dtype).to(hyper)

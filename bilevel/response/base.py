@@ -189,6 +189,29 @@ class BestResponse(nn.Module, ABC):
             A model whose ``params`` are :math:`r(\lambda)`.
         """
 
+    def learns(self, step: int) -> bool:
+        """Whether what the method adds to the weights learns at an inner step, or the weights alone.
+
+        Args:
+            step: Its number, counted from 0.
+
+        Returns:
+            The answer, the same in all processes.
+        """
+        return True
+
+    def weights_loss(self, hyper: Tensor, batch: Any) -> Iterator[Loss]:
+        """The terms of :meth:`inner_loss` that the weights minimise, for steps in which nothing else learns.
+
+        Args:
+            hyper: As there.
+            batch: As there.
+
+        Yields:
+            One loss per term; that at ``reported`` is the one to report.
+        """
+        yield from self.inner_loss(hyper, batch)
+
     def scaled(self, gradients: list[Tensor | None]) -> list[Tensor | None]:
         """The gradients of what the method adds to the weights, in the units in which its optimizer takes steps.
 

@@ -24,6 +24,7 @@ What is left is divided by :math:`\sigma^2`, entry by entry of :math:`\lambda`. 
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -34,6 +35,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from bilevel.arguments import check_integer
+from bilevel.checks import takes_own_shape
 from bilevel.problem import Loss, Model, Problem
 from bilevel.response.hypernetwork import Hypernetwork, HypernetworkResponse
 from bilevel.rng import Repeated
@@ -42,6 +45,10 @@ from bilevel.structure import Held, Theta, at_center
 COPIES, PER_COPY, FEWEST = 4, 25, 8
 """With many hyperparameters, up to so many examples of a batch share a perturbation, one more for each 25 of them,
 as long as so many different ones are left. Products with the response are then as many times smaller."""
+
+
+GOLDEN = (math.sqrt(5) - 1) / 2
+"""Multiples of an irrational number, modulo one, are spread evenly, and so is every n-th of them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,15 +61,20 @@ class Centered(Hypernetwork):
             By default (None for both) the control is subtracted, except where each example has a perturbation of its
             own and a weight the structure ``"rowwise"``: there pairs are taken. False for both is the paper's
             algorithm, with other random numbers in each pass.
+        response_every: Train :math:`\Theta` at one of so many inner steps; the weights learn at each. The others cost
+            about as much as a step of plain training. Which one it is differs, so that no batch is left out where they
+            come in a fixed order.
     """
 
     antithetic: bool | None = None
     control: bool | None = None
+    response_every: int = 2
 
     @override
     def __post_init__(self) -> None:
-        """Check ``antithetic`` and ``control`` as well."""
+        """Check ``antithetic``, ``control`` and ``response_every`` as well."""
         super().__post_init__()
+        check_integer(f"{type(self).__name__}: response_every", self.response_every, 1)
         for name, value in (("antithetic", self.antithetic), ("control", self.control)):
             if value not in (None, True, False):
                 raise ValueError(f"{type(self).__name__}: {name} must be True, False or None, got {value!r}.")
@@ -81,6 +93,7 @@ class CenteredResponse(HypernetworkResponse):
         """Start with no response to the hyperparameters."""
         super().__init__(problem, settings)
         self._settings = settings
+        self._needs_rows = False
         if settings.control and self._two_factors:
             raise ValueError(
                 f"{type(settings).__name__}: control=True does not go with structure='rowwise' where each example has "
@@ -116,6 +129,31 @@ class CenteredResponse(HypernetworkResponse):
         Returns:
             What the inner loss sees.
         """
+
+    @override
+    def check(self, hyper: Tensor, batch: Any) -> None:
+        """See whether the loss takes hyperparameters of their own shape as well as one row for each example."""
+        super().check(hyper, batch)
+        if self.per_example and self._settings.response_every > 1 and not self._needs_rows:
+            self._needs_rows = not takes_own_shape(self.problem, self.inner, hyper, batch)
+
+    @override
+    def learns(self, step: int) -> bool:
+        """At one step of each group; its place in the group is equally often each, whatever period the batches have."""
+        every = self._settings.response_every
+        group, place = divmod(step, every)
+        return place == int(group * GOLDEN % 1 * every)
+
+    @override
+    def weights_loss(self, hyper: Tensor, batch: Any) -> Iterator[Loss]:
+        """The unperturbed loss."""
+        examples = self._examples(batch) if self._needs_rows else None
+        if examples is None:
+            model = self.inner.model(self.inner.params(), update_buffers=True)
+        else:
+            hyper = hyper.expand(examples, -1).clone()
+            model = self.affine(torch.zeros_like(hyper), control=True, update_buffers=True)
+        yield self.problem.inner_loss(model, hyper, batch)
 
     @override
     def inner_loss(self, hyper: Tensor, batch: Any) -> Iterator[Loss]:

@@ -32,7 +32,8 @@ class CenteredSTN(Centered):
     Needs no forward-mode differentiation, so it runs networks that :class:`DeltaSTN` cannot.
 
     Attributes:
-        objective: ``"centered"``, or ``"stn"`` to train both parts on one perturbed loss (``fig:decouple``).
+        objective: ``"centered"``, or ``"stn"`` to train both parts on one perturbed loss (``fig:decouple``), at every
+            step whatever ``response_every`` says.
 
     Example:
         >>> CenteredSTN(objective="stn").objective
@@ -68,6 +69,10 @@ class CenteredSTNResponse(CenteredResponse):
         super().__init__(problem, settings)
         self.objective = settings.objective
         self.antithetic_outer = self.antithetic_outer and self.objective == "centered"
+
+    @override
+    def learns(self, step: int) -> bool:
+        return self.objective == "stn" or super().learns(step)
 
     @override
     def inner_loss(self, hyper: Tensor, batch: Any) -> Iterator[Loss]:

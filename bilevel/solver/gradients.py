@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, TypeVar, final
 
 import torch
@@ -33,7 +34,7 @@ class Differentiation:
     """Differentiates the losses of a response, compiled if asked to.
 
     Attributes:
-        inner: The compiled gradient of inner steps, or None.
+        inner: The compiled gradient of inner steps, or None; and that of those in which only the weights learn.
         outer: The compiled gradient of outer steps, or None.
     """
 
@@ -49,44 +50,49 @@ class Differentiation:
         self._scale = optimization.params.get("scale", [])
         self._users = [param for param in self._problem.params.values() if param.requires_grad]
         self._share: Tensor | None = None  # of this process in the examples of an outer step, if there are several
-        self.inner: OfModule | None = None
+        self.inner: tuple[OfModule, OfModule] | None = None
         self.outer: OfModule | None = None
         if compile and response.pure and gains(self._problem.module, self._problem.device):
-            trained = self._weights + self._rest
-            self.inner = OfModule(response, trained, "inner steps", self._terms)
-            self.outer = OfModule(response, self._scale, "outer steps", self._slopes, after=self.inner.staged)
+            trained, alone = self._weights + self._rest, partial(self._terms, learns=False)
+            both = OfModule(response, trained, "inner steps", self._terms)
+            after = both.staged
+            self.inner = both, OfModule(response, self._weights, "inner steps", alone, after=after)
+            self.outer = OfModule(response, self._scale, "outer steps", self._slopes, after=after)
         self.whole: WholeStep | None = None
         if compile and response.whole:
             self.whole = WholeStep(response, "outer steps", self._whole, limit=MOST_OPERATIONS)
 
-    def of_inner_losses(self, hyper: Tensor, batches: list[Any]) -> tuple[Loss, list[Tensor], Gradients]:
+    def of_inner_losses(
+        self, hyper: Tensor, batches: list[Any], *, learns: bool = True
+    ) -> tuple[Loss, list[Tensor], Gradients]:
         """What :meth:`of_inner_loss` returns, averaged over batches, with the aux of the last one.
 
         Args:
             hyper: Shape ``(h,)``.
             batches: For the inner loss, weighted by their number of examples.
+            learns: As there.
 
         Returns:
             As there.
         """
         group = self._response.inner.group
         if group is not None:
-            return self._of_all_processes(group, hyper, batches)
-        return self._of_batches(hyper, batches)
+            return self._of_all_processes(group, hyper, batches, learns)
+        return self._of_batches(hyper, batches, learns)
 
-    def _of_batches(self, hyper: Tensor, batches: list[Any]) -> tuple[Loss, list[Tensor], Gradients]:
+    def _of_batches(self, hyper: Tensor, batches: list[Any], learns: bool) -> tuple[Loss, list[Tensor], Gradients]:
         """The same in one process, whatever there is in others."""
         if len(batches) == 1:
-            return self.of_inner_loss(hyper, plain(batches[0]))
+            return self.of_inner_loss(hyper, plain(batches[0]), learns=learns)
         counts, total = self._counts(batches)
         if total == 0 and any(isinstance(batch, Nothing) for batch in batches):
-            return self._of_batches(hyper, [plain(batches[0])])
+            return self._of_batches(hyper, [plain(batches[0])], learns)
         values: list[Tensor] = []
         gradients: Gradients = {}
         for index, (batch, size) in enumerate(zip(batches, counts, strict=True)):
             if self._response.inner.group is not None:
                 self._response.inner.group.index = index  # another perturbation for each
-            loss, new_values, new = self.of_inner_loss(hyper, plain(batch))
+            loss, new_values, new = self.of_inner_loss(hyper, plain(batch), learns=learns)
             share = size / (total or math.nan)  # no example at all: reported as a loss that is not finite
             values = _add_share(values, new_values, share)
             gradients = {name: _add_share(gradients.get(name, []), found, share) for name, found in new.items()}
@@ -99,7 +105,7 @@ class Differentiation:
         return counts, sum(counts)
 
     def _of_all_processes(
-        self, group: Group, hyper: Tensor, batches: list[Any]
+        self, group: Group, hyper: Tensor, batches: list[Any], learns: bool
     ) -> tuple[Loss, list[Tensor], Gradients]:
         """The averages over the batches of all processes: an all-reduce for the weights, one for the response.
 
@@ -108,7 +114,7 @@ class Differentiation:
         Returns:
             As :meth:`of_inner_losses`.
         """
-        loss, values, gradients = self._of_batches(hyper, batches)
+        loss, values, gradients = self._of_batches(hyper, batches, learns)
         inner, (_, weight) = self._response.inner, self._counts(batches)
         buffers = [inner.buffer_values()[name] for name in inner.moving(group)]
         # One number for all perturbed terms: processes may differ in how many they have.
@@ -142,22 +148,23 @@ class Differentiation:
         means = iter(group.emptied(own, sums, seen))
         return {name: [next(means) for _ in found] for name, found in gradients.items()}, rest
 
-    def of_inner_loss(self, hyper: Tensor, batch: Any) -> tuple[Loss, list[Tensor], Gradients]:
+    def of_inner_loss(self, hyper: Tensor, batch: Any, *, learns: bool = True) -> tuple[Loss, list[Tensor], Gradients]:
         """Differentiate the terms that the response minimises.
 
         Args:
             hyper: Shape ``(h,)``.
             batch: For the inner loss.
+            learns: Whether what the method adds to the weights learns as well.
 
         Returns:
             The loss to report, all terms, and the gradients of their sum by group of parameters.
         """
-        if self.inner is None:
-            loss, values, total = self._terms([*self._weights, *self._rest], hyper, batch)
+        if self.inner is not None:
+            loss, values, total = self.inner[0 if learns else 1](hyper, batch)
         else:
-            loss, values, total = self.inner(hyper, batch)
+            loss, values, total = self._terms(self._weights + (self._rest if learns else []), hyper, batch, learns)
         own = len(self._weights)
-        groups = {"weights": total[:own], "response": self._response.scaled(total[own:])}
+        groups = {"weights": total[:own], "response": self._response.scaled(total[own:]) if learns else []}
         return loss, values, {name: gradients for name, gradients in groups.items() if gradients}
 
     def of_outer_loss(
@@ -225,12 +232,13 @@ class Differentiation:
             self.of_inner_loss(hyper, plain(batch))
 
     def _terms(
-        self, params: Sequence[Tensor], hyper: Tensor, batch: Any
+        self, params: Sequence[Tensor], hyper: Tensor, batch: Any, learns: bool = True
     ) -> tuple[Loss, list[Tensor], list[Tensor | None]]:
         """The loss to report, all terms, and the gradients of their sum in one list."""
         total: list[Tensor | None] = [None] * len(params)
         found: list[Loss] = []
-        for term in self._response.inner_loss(hyper, batch):
+        terms = self._response.inner_loss if learns else self._response.weights_loss
+        for term in terms(hyper, batch):
             if not isinstance(term, Loss):
                 raise TypeError(
                     f"{type(self._response).__name__}.inner_loss must yield bilevel.Loss, as problem.inner_loss "

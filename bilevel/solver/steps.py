@@ -71,7 +71,9 @@ def inner(solver: Solver, batches: tuple[Any, ...]) -> Tensor:
                 solver.first_look.inner(solver.vector.detach(), plain(batch))
             if solver.group is not None:
                 solver.group.at("inner", solver.inner_steps)
-            loss, values, gradients = solver._differentiation.of_inner_losses(solver.vector.detach(), moved)
+            loss, values, gradients = solver._differentiation.of_inner_losses(
+                solver.vector.detach(), moved, learns=solver.response.learns(solver.inner_steps)
+            )
             norms = solver.optimization.set_gradients(gradients)
             view = state.look() if guard.judges_state() else None
             number = guard.finite.number([] if view is None else view.tensors)

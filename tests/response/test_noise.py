@@ -309,7 +309,7 @@ def test_the_passes_of_a_step_draw_the_same_masks(less, autocast, batches):
                 return (model(x).float() - batch[1]).square().mean(1) + hyper["decay"] * bilevel.l2(model.params)
 
         problem = Problem(nn.Linear(6, 2), inner_loss=loss, outer_loss=loss, hyper={"decay": bilevel.positive(0.1)})
-        solver = Solver(problem, method=DeltaSTN(**settings), inner_optimizer=sgd(0.01))
+        solver = Solver(problem, method=DeltaSTN(response_every=1, **settings), inner_optimizer=sgd(0.01))
         data = [(torch.randn(4, 6), torch.randn(4, 2)) for _ in range(batches)]
         solver.inner_step(*data)
         masks.clear()
@@ -374,13 +374,14 @@ def test_the_weights_train_as_without_a_response(method):
     net, batch = Net(), batch_of(6)
     optimizer, hyper = torch.optim.SGD(net.parameters(), lr=0.1), dict(solver.hyper)
     model = bilevel.Model(dict(net.named_parameters()), net)
-    for _ in range(4):
+    for step in range(4):
         with solver.streams["loss"]():
             state = [part.clone() for part in solver.streams["loss"].states]
         solver.inner_step(batch)
         with Stream.current(CPU)():
             torch.set_rng_state(state[0])
-            draw_noise(6)
+            if solver.response.learns(step):
+                draw_noise(6)
             optimizer.zero_grad()
             problem.user_losses["inner_loss"](model, hyper, batch).mean().backward()
         optimizer.step()
