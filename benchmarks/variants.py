@@ -24,11 +24,9 @@ class Thrifty(Centered):
 
     Attributes:
         share: Of the examples of a batch that get pairs.
-        every: Θ learns only in one of so many steps.
     """
 
     share: float = 1.0
-    every: int = 1
 
     def bind(self, problem: Problem) -> ThriftyResponse:
         """A response that starts with zero slopes."""
@@ -46,19 +44,16 @@ class Linearized(CenteredResponse):
 
 
 class ThriftyResponse(Linearized):
-    """Pairs on some examples or in some steps."""
+    """Pairs on some examples."""
 
     def __init__(self, problem: Problem, settings: Thrifty) -> None:
-        """Count the steps."""
+        """Keep the share."""
         super().__init__(problem, settings)
-        self.share, self.every, self.count = settings.share, settings.every, 0
+        self.share = settings.share
 
     def inner_loss(self, hyper: Tensor, batch: Any) -> Iterator[Loss]:
         """The unperturbed loss for all examples, then a pair for some of them."""
         yield self.problem.inner_loss(self.inner.model(self.inner.params(), update_buffers=True), hyper, batch)
-        self.count += 1
-        if self.count % self.every:
-            return
         part = tuple(value[: round(self.share * len(value))] for value in batch)
         noise, again = self.perturbation(part), Repeated(self.problem.device)
         for shift in (noise, -noise):
