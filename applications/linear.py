@@ -48,7 +48,7 @@ SCALE = 1.0
 INNER_STEPS = 10
 METHODS: dict[str, bilevel.Method] = {
     "stn": bilevel.STN(scale=SCALE, structure="dense"),
-    "reparam_stn": bilevel.CenteredSTN(scale=SCALE, structure="dense", objective="stn"),
+    "reparam_stn": bilevel.CenteredSTN(scale=SCALE, structure="dense", objective="stn", response_every=1),
     "centered_stn": bilevel.CenteredSTN(scale=SCALE, structure="dense", control=False, response_every=1),
     "delta_stn_paper": bilevel.DeltaSTN(scale=SCALE, structure="dense", control=False, response_every=1),
     "delta_stn": bilevel.DeltaSTN(structure="dense"),

@@ -76,7 +76,7 @@ def test_the_mlp_on_digits(tmp_path):
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(0.05), nn.Linear(64, 10))
     before = {name: value.clone() for name, value in net.state_dict().items()}
-    call = partial(bilevel.tune, net, train, valid, loss=F.cross_entropy, epochs=40, inner_steps=2)
+    call = partial(bilevel.tune, net, train, valid, loss=F.cross_entropy, epochs=60, inner_steps=2)
     options = {"optimizer": torch.optim.Adam(net.parameters(), lr=0.01), "progress": False}
     result = call(dropout=True, weight_decay="layer", label_smoothing=True, **options)
     assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
