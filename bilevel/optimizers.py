@@ -276,7 +276,7 @@ def _copy(entry: dict[str, Any]) -> dict[str, Any]:
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in entry.items()}
 
 
-def clip(gradients: Sequence[Tensor | None], limit: float | None) -> tuple[list[Tensor | None], Tensor]:
+def clip(gradients: Sequence[Tensor | None], limit: float | None) -> tuple[list[Tensor | None], list[Tensor]]:
     """Shorten gradients to a largest joint norm.
 
     Args:
@@ -284,22 +284,30 @@ def clip(gradients: Sequence[Tensor | None], limit: float | None) -> tuple[list[
         limit: The norm; None does not clip.
 
     Returns:
-        The gradients, and their norm before, without a graph.
+        The gradients, and numbers without a graph. The norm of these numbers is that of the gradients before. There are
+        as many at every step.
     """
-    present = [gradient for gradient in gradients if gradient is not None]
     if limit is None:
         with torch.no_grad():
-            return list(gradients), _norm(present)
-    norm = _norm(present)
+            return list(gradients), _norms(gradients)
+    norm = _norm(gradients)
     shrink = (limit / (norm + 1e-6)).clamp(max=1.0)
-    return [None if gradient is None else gradient * shrink.to(gradient.dtype) for gradient in gradients], norm.detach()
+    return [None if gradient is None else gradient * shrink.to(gradient.dtype) for gradient in gradients], [norm.detach()]
 
 
-def _norm(gradients: Sequence[Tensor]) -> Tensor:
-    wide = [_wide(gradient) for gradient in gradients]
-    # One call takes less time than several, but a compiler wants to see them all, and so do derivatives.
-    apart = torch.is_grad_enabled() or get_proxy_mode() is not None
-    norms = [torch.linalg.vector_norm(gradient) for gradient in wide] if apart else [*torch._foreach_norm(wide)]
+def _norms(gradients: Sequence[Tensor | None]) -> list[Tensor]:
+    if get_proxy_mode() is not None:  # a compiler wants to see single operations
+        return [_norm(gradients)]
+    # One call takes less time than several.
+    found = torch._foreach_norm([_wide(gradient) for gradient in gradients if gradient is not None])
+    if len(found) == len(gradients):
+        return [*found]
+    norms = iter(found)
+    return [found[0].new_zeros(()) if gradient is None else next(norms) for gradient in gradients]
+
+
+def _norm(gradients: Sequence[Tensor | None]) -> Tensor:
+    norms = [torch.linalg.vector_norm(_wide(gradient)) for gradient in gradients if gradient is not None]
     length: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return length
 

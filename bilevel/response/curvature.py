@@ -16,11 +16,10 @@ from typing import Any, final
 import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
-from torch.autograd import Variable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import override
 
-from bilevel.autodiff import Gate, SecondDerivatives, map_tensors, vjp
+from bilevel.autodiff import Gate, SecondDerivatives, differentiate, map_tensors, vjp
 from bilevel.hyper import Named
 from bilevel.precision import full_precision, in_full_precision
 from bilevel.problem import Model, Variables
@@ -141,12 +140,8 @@ class Curvature(ABC):
         if vector is not self._vector:  # solvers change a vector in place, and its parts with it
             parts = unflatten(vector, self.weights)
             self._vector, self._parts = vector, tuple(parts[index] for index in self._moving)
-        # What torch.autograd.grad does, without checks that take as long as a small layer: solvers make vectors alike.
         with SecondDerivatives():
-            found: Sequence[Tensor | None] = Variable._execution_engine.run_backward(
-                self._outputs, self._parts, True, False, inputs, allow_unreachable=True, accumulate_grad=False
-            )
-        return found
+            return differentiate(self._outputs, self._parts, inputs)
 
 
 @final
@@ -276,7 +271,7 @@ def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
 def _gradient(loss: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
     if not loss.requires_grad:
         return [None] * len(inputs)
-    return [*torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)]
+    return [*differentiate([loss], [torch.ones_like(loss)], inputs, create_graph=True)]
 
 
 def _zeros_for_none(parts: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor]:
