@@ -77,7 +77,7 @@ class Space:
         Returns:
             For each hyperparameter a tensor of shape ``(*batch, *its own shape)``.
         """
-        parts = torch.split(vector, [entry.init.numel() for entry in self.hyper.values()], dim=-1)
+        parts = _divided(vector, [entry.init.numel() for entry in self.hyper.values()])
         return {
             name: part.reshape(vector.shape[:-1] + entry.init.shape)
             for (name, entry), part in zip(self.hyper.items(), parts, strict=True)

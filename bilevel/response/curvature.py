@@ -16,10 +16,9 @@ from typing import Any, final
 import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from typing_extensions import override
 
-from bilevel.autodiff import Gate, SecondDerivatives, differentiate, map_tensors, vjp
+from bilevel.autodiff import Gate, PlainAttention, SecondDerivatives, differentiate, map_tensors, vjp
 from bilevel.hyper import Named
 from bilevel.precision import full_precision, in_full_precision
 from bilevel.problem import Model, Variables
@@ -48,9 +47,8 @@ class Curvature(ABC):
             differentiate: Without it there is no gradient, and ``cross_vjp`` and the like cannot be called.
         """
         space = inner.problem.space
-        # The fused attention kernels have no second derivative; the plain one has.
         differentiating = inner.problem.differentiating()
-        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), full_precision(hyper.device), differentiating:
+        with torch.enable_grad(), PlainAttention(), full_precision(hyper.device), differentiating:
             self.weights = [weight.detach().requires_grad_() for weight in inner.params().values()]
             self.hyper = {name: part.detach().requires_grad_() for name, part in space.split(hyper).items()}
             natural = [(name, space.hyper[name].natural(part)) for name, part in self.hyper.items()]

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from bilevel.autodiff import differentiate, vjp
+from bilevel.autodiff import PlainAttention, differentiate, vjp
 from bilevel.compilation import Later
 from bilevel.optimizers import DifferentiableOptimizer, clip, differentiable_entries
 from bilevel.parallel import Group, count, entered, mean_with_graph, plain
@@ -118,8 +117,7 @@ class Step:
     @contextmanager
     def guarded(self) -> Generator[None]:
         """Enter this around steps. Enter it once for all of them, because entering takes time."""
-        # The fused attention kernels have no second derivative; the plain one has.
-        with sdpa_kernel(SDPBackend.MATH), self.inner.problem.differentiating():
+        with PlainAttention(), self.inner.problem.differentiating():
             yield
 
     def run(self, hyper: Tensor, point: Point, batch: Any) -> Made:
