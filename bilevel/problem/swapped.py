@@ -31,8 +31,9 @@ def call_with(module: nn.Module, tensors: dict[str, Tensor], args: tuple[Any, ..
             store[key] = tensor
         return module(*args, **kwargs)
     finally:
-        for name, (store, key), tensor in zip(tensors, places, before, strict=True):
-            tensors[name], store[key] = store[key], tensor
+        tensors.update({name: store[key] for name, (store, key) in zip(tensors, places, strict=True)})
+        for (store, key), tensor in zip(places, before, strict=True):
+            store[key] = tensor
 
 
 def _places(module: nn.Module, names: dict[str, Tensor]) -> list[tuple[Store, str]] | None:

@@ -261,7 +261,8 @@ class Step:
         buffers: dict[str, Tensor],
         settings: list[dict[str, Any]] | None,
     ) -> tuple[Point, list[Tensor]]:
-        clipped, norms = clip(gradients, self.clip)
+        # Given settings are for a graph, in which operations cost nothing.
+        clipped, norms = clip(gradients, self.clip, joint=settings is not None)
         weights, decays = point.weights, self.inner.problem.decays
         if decays:
             weights = self.optimizer.decayed(weights, clipped, decays(hyper), settings)

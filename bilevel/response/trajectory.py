@@ -39,7 +39,7 @@ class Trajectory:
         self.step = step
         self.compiled = compiled
         self.losses: list[Tensor] = []
-        self.numbers: list[Tensor] = []
+        self.numbers: list[list[Tensor]] = []
         self.aux: Any = None
 
     def run(self, hyper: Tensor, point: Point, batches: Sequence[Any]) -> Point:
@@ -127,7 +127,9 @@ class Trajectory:
         Returns:
             One number per step.
         """
-        norms: Tensor = torch.linalg.vector_norm(torch.stack(self.numbers).view(len(self.losses), -1), dim=1)
+        most, zero = max(map(len, self.numbers)), self.losses[0].new_zeros(())
+        table = [number for row in self.numbers for number in [*row, *[zero] * (most - len(row))]]
+        norms: Tensor = torch.linalg.vector_norm(torch.stack(table).view(-1, most), dim=1)
         return norms
 
     @property
@@ -165,7 +167,7 @@ class Trajectory:
     def _note(self, made: Made) -> Point:
         safe_point()
         self.losses.append(made.loss)
-        self.numbers += made.norms
+        self.numbers.append(made.norms)
         self.aux = made.aux
         return made.point
 
