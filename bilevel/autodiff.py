@@ -118,7 +118,7 @@ class PlainAttention:
         for _, switch, plain in self._SWITCHES:
             switch(plain)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: object) -> None:
         """Let PyTorch choose as before."""
         for (_, switch, _), before in zip(self._SWITCHES, self._before, strict=True):
             switch(before)

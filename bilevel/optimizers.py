@@ -294,7 +294,9 @@ def clip(
             return list(gradients), [_norm(present)] if joint else [*torch._foreach_norm(present)]
     norm = _norm(present)
     shrink = (limit / (norm + 1e-6)).clamp(max=1.0)
-    return [None if gradient is None else gradient * shrink.to(gradient.dtype) for gradient in gradients], [norm.detach()]
+    return [None if gradient is None else gradient * shrink.to(gradient.dtype) for gradient in gradients], [
+        norm.detach()
+    ]
 
 
 def _norm(gradients: Sequence[Tensor]) -> Tensor:

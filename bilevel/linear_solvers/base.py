@@ -207,7 +207,7 @@ class Operator:
         Raises:
             TypeError: If ``matvec`` returns something else than a tensor.
             ValueError: If that tensor is not like its argument.
-        """
+        """  # noqa: DOC502
         return self._multiply(self.matvec, p)
 
     def last(self, x: Tensor) -> Tensor:

@@ -49,7 +49,6 @@ class Repeats:
         Raises:
             RuntimeError: If there is one.
         """
-
         if self._own is not None:  # a block around this one does so already
             yield
             return

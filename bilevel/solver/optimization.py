@@ -251,7 +251,8 @@ def _step(optimizer: Optimizer) -> None:
     """
     bare = None if "step" in vars(optimizer) else _bare(type(optimizer).step)
     hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, *GLOBAL_HOOKS)
-    if bare is None or any(hooks) or optimizer.defaults.get("differentiable", True) or torch.autograd._profiler_enabled():
+    differentiable = optimizer.defaults.get("differentiable", True)
+    if bare is None or any(hooks) or differentiable or torch._C._autograd._profiler_enabled():
         optimizer.step()
         return
     with torch.no_grad():
