@@ -135,6 +135,11 @@ def test_cross_derivatives_are_right_through_every_op(name, kind):
     assert_equal(dense(curvature.cross_jvp, len(hyper)), expected, 1e-6)
     (u,) = randn(3, expected.shape[:1])
     assert_equal(curvature.cross_vjp(u), expected.T @ u, 1e-6)
+    product, cross = curvature.product_and_cross_vjp(u)
+    assert_equal(product, curvature.product(u), 1e-12)
+    assert_equal(cross, expected.T @ u, 1e-6)
+    u.neg_()  # solvers change their vectors in place
+    assert_equal(curvature.product(u), -product, 1e-12)
 
 
 @pytest.mark.parametrize("name", OPS)
