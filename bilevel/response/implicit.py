@@ -352,6 +352,7 @@ class _Shared(Matrix):
     def __init__(self, curvature: Curvature) -> None:
         self._curvature = curvature
         self._solution: Tensor | None = None
+        self._version = 0
         self._cross: Tensor | None = None
 
     @override
@@ -361,13 +362,14 @@ class _Shared(Matrix):
     @override
     def last(self, x: Tensor) -> Tensor:
         product, self._cross = self._curvature.product_and_cross_vjp(x)
-        self._solution = x
+        self._solution, self._version = x, x._version
         return product
 
     def cross_vjp(self, solution: Tensor) -> Tensor:
         """As :meth:`Curvature.cross_vjp`."""
-        known = solution is self._solution and self._cross is not None
-        return cast(Tensor, self._cross) if known else self._curvature.cross_vjp(solution)
+        if self._cross is None or solution is not self._solution or solution._version != self._version:
+            return self._curvature.cross_vjp(solution)
+        return self._cross
 
 
 class _Response(torch.autograd.Function):
