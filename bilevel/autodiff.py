@@ -7,14 +7,14 @@ import dataclasses
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from enum import Enum
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.autograd import Variable, forward_ad
+from torch.nn.attention import _backend_names
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from typing_extensions import override
@@ -89,8 +89,7 @@ def forward_level(inputs: Any = ()) -> Generator[None]:
     """
     leaves = pytree.tree_leaves(inputs)
     mixed = any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in leaves)
-    # The fused attention kernels have no forward mode; the plain one has.
-    with forward_ad.dual_level(), sdpa_kernel(SDPBackend.MATH), _Forward(), _Mixed() if mixed else nullcontext():
+    with forward_ad.dual_level(), PlainAttention(), _Forward(), _Mixed() if mixed else nullcontext():
         try:
             yield
         except (NotImplementedError, RuntimeError) as error:
@@ -100,6 +99,29 @@ def forward_level(inputs: Any = ()) -> Generator[None]:
                     "needs. Use method='centered_stn', or replace the operation."
                 )
             raise
+
+
+class PlainAttention:
+    """Keeps attention from the fused kernels, which have neither a second derivative nor forward mode.
+
+    What ``sdpa_kernel(SDPBackend.MATH)`` does, in a quarter of the time.
+    """
+
+    _SWITCHES: ClassVar = [
+        (getattr(torch._C, f"_get_{name}_sdp_enabled"), getattr(torch._C, f"_set_sdp_use_{name}"), name == "math")
+        for name in _backend_names
+    ]
+
+    def __enter__(self) -> None:
+        """Begin."""
+        self._before = [enabled() for enabled, *_ in self._SWITCHES]
+        for _, switch, plain in self._SWITCHES:
+            switch(plain)
+
+    def __exit__(self, *error: object) -> None:
+        """Let PyTorch choose as before."""
+        for (_, switch, _), before in zip(self._SWITCHES, self._before, strict=True):
+            switch(before)
 
 
 class _Forward(TorchFunctionMode):
@@ -179,6 +201,32 @@ def vjp(
                 ys, inputs, us, retain_graph=retain_graph, create_graph=create_graph, allow_unused=True
             )
         ]
+
+
+def differentiate(
+    outputs: Sequence[Tensor], cotangents: Sequence[Tensor], inputs: Sequence[Tensor], *, create_graph: bool = False
+) -> tuple[Tensor | None, ...]:
+    """What ``torch.autograd.grad`` does, without checks that take as long as a small layer. The graph stays.
+
+    Args:
+        outputs: What to differentiate; each has a graph.
+        cotangents: One like each output.
+        inputs: What to differentiate in.
+        create_graph: Make the derivative differentiable.
+
+    Returns:
+        One entry per input; None where nothing depends on it.
+    """
+    found: tuple[Tensor | None, ...] = Variable._execution_engine.run_backward(
+        tuple(outputs),
+        tuple(cotangents),
+        True,
+        create_graph,
+        tuple(inputs),
+        allow_unreachable=True,
+        accumulate_grad=False,
+    )
+    return found
 
 
 class SecondDerivatives:

@@ -60,7 +60,7 @@ def count_examples(batch: Any) -> int | None:
         >>> count_examples({"temperature": torch.tensor(1.0), "x": np.zeros((5, 2))})
         5
     """
-    return next((len(leaf) for leaf in leaves(batch) if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim), None)
+    return next((leaf.shape[0] for leaf in leaves(batch) if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim), None)
 
 
 def describe(batch: Any) -> str:

@@ -10,7 +10,6 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
@@ -276,31 +275,33 @@ def _copy(entry: dict[str, Any]) -> dict[str, Any]:
     return {name: value.clone() if isinstance(value, Tensor) else value for name, value in entry.items()}
 
 
-def clip(gradients: Sequence[Tensor | None], limit: float | None) -> tuple[list[Tensor | None], Tensor]:
+def clip(
+    gradients: Sequence[Tensor | None], limit: float | None, *, joint: bool = True
+) -> tuple[list[Tensor | None], list[Tensor]]:
     """Shorten gradients to a largest joint norm.
 
     Args:
         gradients: None where there is none.
         limit: The norm; None does not clip.
+        joint: Whether to make one number of their norms, at the price of two operations; clipping does so anyway.
 
     Returns:
-        The gradients, and their norm before, without a graph.
+        The gradients, and numbers without a graph whose norm is that of the gradients before.
     """
-    present = [gradient for gradient in gradients if gradient is not None]
+    present = [_wide(gradient) for gradient in gradients if gradient is not None]
     if limit is None:
         with torch.no_grad():
-            return list(gradients), _norm(present)
+            return list(gradients), [_norm(present)] if joint else [*torch._foreach_norm(present)]
     norm = _norm(present)
     shrink = (limit / (norm + 1e-6)).clamp(max=1.0)
-    return [None if gradient is None else gradient * shrink.to(gradient.dtype) for gradient in gradients], norm.detach()
+    return [None if gradient is None else gradient * shrink.to(gradient.dtype) for gradient in gradients], [
+        norm.detach()
+    ]
 
 
 def _norm(gradients: Sequence[Tensor]) -> Tensor:
-    wide = [_wide(gradient) for gradient in gradients]
-    # One call takes less time than several, but a compiler wants to see them all, and so do derivatives.
-    apart = torch.is_grad_enabled() or get_proxy_mode() is not None
-    norms = [torch.linalg.vector_norm(gradient) for gradient in wide] if apart else [*torch._foreach_norm(wide)]
-    length: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    # One by one: a compiler wants to see that, and so do derivatives.
+    length: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
     return length
 
 

@@ -57,6 +57,9 @@ def full_precision(device: torch.device) -> Generator[None]:
     """
     token = _outside.set(None)
     try:
+        if not torch.is_autocast_enabled(device.type):
+            yield
+            return
         with torch.autocast(device.type, enabled=False):
             yield
     finally:

@@ -47,15 +47,22 @@ class Stream:
     @contextmanager
     def __call__(self) -> Generator[None]:
         """Draw from this stream inside the block; if the block raises, the stream is where it was before."""
-        accelerators = self.devices[1:]
-        with torch.random.fork_rng(accelerators, device_type=self.device.type if accelerators else "cuda"):
-            torch.set_rng_state(self.states[0])
-            for where, state in zip(accelerators, self.states[1:], strict=True):
-                torch.get_device_module(where).set_rng_state(state, where)
+        before = self._now()
+        try:
+            self._go_on(self.states)
             yield
-            self.states = [torch.get_rng_state()] + [
-                torch.get_device_module(where).get_rng_state(where) for where in accelerators
-            ]
+            self.states = self._now()
+        finally:
+            self._go_on(before)
+
+    def _now(self) -> list[Tensor]:
+        others = [torch.get_device_module(where).get_rng_state(where) for where in self.devices[1:]]
+        return [torch.get_rng_state(), *others]
+
+    def _go_on(self, states: list[Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        for where, state in zip(self.devices[1:], states[1:], strict=True):
+            torch.get_device_module(where).set_rng_state(state, where)
 
     def state_dict(self) -> list[Tensor]:
         """The state of the stream.

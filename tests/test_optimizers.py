@@ -188,12 +188,14 @@ def test_the_fresh_state_is_not_the_live_one():
 @pytest.mark.parametrize("limit", [None, 1e-3, 1e3])
 def test_clipping_is_that_of_torch(limit):
     gradients = [*randn(0, *SHAPES), None]
-    clipped, norm = clip(gradients, limit)
+    clipped, (norm,) = clip(gradients, limit)
+    apart = torch.stack(clip(gradients, limit, joint=False)[1])
     weights = [torch.zeros(shape, dtype=torch.float64, requires_grad=True) for shape in SHAPES]
     for weight, gradient in zip(weights, gradients, strict=False):
         weight.grad = gradient.clone()
     expected = torch.nn.utils.clip_grad_norm_(weights, torch.inf if limit is None else limit)
     torch.testing.assert_close(norm, expected)
+    torch.testing.assert_close(apart.norm(), expected)
     torch.testing.assert_close(clipped[:3], [weight.grad for weight in weights])
     assert clipped[3] is None and not norm.requires_grad
 
@@ -203,6 +205,6 @@ def test_clipping_zero_and_half_precision():
     (slope,) = torch.autograd.grad(clip([zero], 1.0)[0][0].sum(), zero)
     torch.testing.assert_close(slope, torch.ones(3).double())
     big = torch.full((100,), 1e4, dtype=torch.float16)
-    (clipped,), norm = clip([big], 1.0)
+    (clipped,), (norm,) = clip([big], 1.0)
     assert clipped.dtype == torch.float16 and clipped.isfinite().all()
     torch.testing.assert_close(norm, torch.tensor(1e5))

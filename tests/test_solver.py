@@ -1,6 +1,7 @@
 """The two steps: what they move, what they leave alone, and how a run continues."""
 
 import copy
+import functools
 import io
 import math
 from functools import partial
@@ -24,6 +25,7 @@ from examples import (
 )
 from torch import nn
 from torch.optim import lr_scheduler
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
@@ -583,6 +585,31 @@ class TestDeferredChecks:
         with pytest.raises(DivergenceError, match=r"the outer loss is nan .*at outer step 0"):
             solver.outer_step(BATCH, BATCH)
         assert_same(solver.state_dict(), good)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("way", ["hook", "hook of all", "on the object", "subclass", "on the class"])
+def test_what_the_user_puts_around_a_step_of_an_optimizer_is_called(kind, way, monkeypatch):
+    """Steps are made without the wrappers of PyTorch where these have nothing to do."""
+    calls, handle = [], None
+    own = type("Own", (kind,), {"step": lambda self: calls.append("step") or kind.step(self)})
+    made = own if way == "subclass" else kind
+    solver = make_solver(method="implicit_identity", outer_optimizer=lambda params: made(params, lr=0.1))
+    optimizer = solver.optimizers["hyper"]
+    if way == "hook":
+        optimizer.register_step_post_hook(lambda *_: calls.append("step"))
+    elif way == "hook of all":
+        handle = register_optimizer_step_post_hook(lambda which, *_: which is optimizer and calls.append("step"))
+    elif way == "on the object":
+        optimizer.step = lambda: calls.append("step")
+    elif way == "on the class":
+        around = functools.wraps(kind.step)(lambda self: which(self, calls) or kept(self))
+        kept, which = kind.step, lambda self, calls: self is optimizer and calls.append("step")
+        monkeypatch.setattr(kind, "step", around)
+    solver.outer_step(BATCH, BATCH)
+    if handle is not None:
+        handle.remove()
+    assert calls == ["step"]
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])

@@ -62,7 +62,7 @@ class Point:
         if curvature == "gauss_newton":
             with self.replay():
                 self.curvature = GaussNewton(self.inner, self.hyper, train_batch)
-        self.gradient = self.hessian.gradient.detach()
+        self.gradient = flatten(self.hessian.slopes).detach()
 
     def replay(self) -> AbstractContextManager[None]:
         """Draw the random numbers of the solver's next step. Every call starts over with the first."""

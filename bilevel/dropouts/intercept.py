@@ -63,9 +63,16 @@ class Dropouts:
             if rule is not None:
                 self._ruled.append((parts[place.module], rule, name))
 
+    def at(self, values: Named) -> AbstractContextManager[None]:
+        """Take the rates from these hyperparameters inside the block; without rates, this does nothing.
+
+        Returns:
+            A context manager.
+        """
+        return self._at(values) if self._hyper else nullcontext()
+
     @contextmanager
-    def at(self, values: Named) -> Generator[None]:
-        """Take the rates from these hyperparameters inside the block."""
+    def _at(self, values: Named) -> Generator[None]:
         before, self._values = self._values, values
         try:
             yield

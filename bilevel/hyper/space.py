@@ -47,6 +47,8 @@ class Space:
         self.hyper = dict(hyper)
         self.size = sum(entry.init.numel() for entry in hyper.values())
         self._runs = _runs(self.hyper)
+        self._lengths = [sum(sizes) for _, sizes in self._runs]
+        self._shapes = [(name, entry.init.shape) for name, entry in self.hyper.items()]
 
     def init(self, dtype: torch.dtype, device: torch.device) -> Tensor:
         """The initial vector.
@@ -77,7 +79,7 @@ class Space:
         Returns:
             For each hyperparameter a tensor of shape ``(*batch, *its own shape)``.
         """
-        parts = torch.split(vector, [entry.init.numel() for entry in self.hyper.values()], dim=-1)
+        parts = _divided(vector, [entry.init.numel() for entry in self.hyper.values()])
         return {
             name: part.reshape(vector.shape[:-1] + entry.init.shape)
             for (name, entry), part in zip(self.hyper.items(), parts, strict=True)
@@ -93,16 +95,18 @@ class Space:
             For each hyperparameter a tensor of shape ``(*batch, *its own shape)``. A shared one has its own shape only.
         """
         # Neighbours of one kind are mapped together, but kept apart from others: rounding has no graph.
-        blocks = _divided(vector, [sum(sizes) for _, sizes in self._runs])
+        blocks = _divided(vector, self._lengths)
         natural = [
             part
             for (entry, sizes), block in zip(self._runs, blocks, strict=True)
             for part in _divided(entry.natural(block), sizes)
         ]
+        shapes = self._shapes
+        if vector.ndim > 1:
+            shapes = [(name, vector.shape[:-1] + shape) for name, shape in shapes]
         parts = {
             name: part if part.shape == shape else part.reshape(shape)
-            for (name, entry), part in zip(self.hyper.items(), natural, strict=True)
-            for shape in [vector.shape[:-1] + entry.init.shape]
+            for (name, shape), part in zip(shapes, natural, strict=True)
         }
         if vector.ndim > 1:
             parts = {name: part[0] if self.hyper[name].shared else part for name, part in parts.items()}

@@ -156,6 +156,18 @@ class LinearSolver(ABC):
         """Solve a system whose vectors are checked and detached; ``x0`` is in at least single precision."""
 
 
+class Matrix(ABC):
+    """A linear map that is told which product is that with the solution, so that it can compute more along with it."""
+
+    @abstractmethod
+    def __call__(self, p: Tensor) -> Tensor:
+        """Multiply."""
+
+    @abstractmethod
+    def last(self, x: Tensor) -> Tensor:
+        """Multiply by what may be the solution."""
+
+
 @dataclass(frozen=True)
 class Operator:
     r"""The map :math:`p \mapsto (\mathbf{H} + \mu \mathbf{I}) p` in at least single precision, its results checked.
@@ -195,10 +207,17 @@ class Operator:
         Raises:
             TypeError: If ``matvec`` returns something else than a tensor.
             ValueError: If that tensor is not like its argument.
-        """
+        """  # noqa: DOC502
+        return self._multiply(self.matvec, p)
+
+    def last(self, x: Tensor) -> Tensor:
+        """The same for what may be the solution."""
+        return self._multiply(self.matvec.last if isinstance(self.matvec, Matrix) else self.matvec, x)
+
+    def _multiply(self, matvec: Matvec, p: Tensor) -> Tensor:
         safe_point()
         given = p if p.dtype == self.dtype else p.to(self.dtype)
-        product: Any = self.matvec(given)
+        product: Any = matvec(given)
         if not isinstance(product, Tensor):
             raise TypeError(f"matvec must return a tensor, got {type(product).__name__}.")
         alike = product.shape == given.shape and product.dtype == given.dtype and product.device == given.device
@@ -253,7 +272,7 @@ def relative_residual(matvec: Matvec, x: Tensor, v: Tensor, damping: float = 0.0
         >>> relative_residual(lambda p: 2 * p, torch.tensor([1.0, 0.0]), torch.tensor([2.0, 2.0]))
         tensor(0.7071)
     """
-    r = v - Operator(matvec, v.dtype, damping)(x.to(torch.promote_types(v.dtype, torch.float32)))
+    r = v - Operator(matvec, v.dtype, damping).last(x.to(torch.promote_types(v.dtype, torch.float32)))
     found: Tensor = ratio(norm(r), norm(v))
     return found
 

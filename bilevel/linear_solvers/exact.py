@@ -69,7 +69,7 @@ class Exact(LinearSolver):
         finite = matrix.isfinite().all() & v.isfinite().all()
         x, singular = _solve_scaled(matrix, v, operator.eps)
         x = torch.where(zero, 0.0, x)
-        product = operator(x)
+        product = operator.last(x)
         residual = torch.where(zero, 0.0, ratio(norm(v - product), norm(v)))
         gap, length = norm(product - matrix @ x), norm(matrix.flatten()) * norm(x)
         facts = torch.stack([flag.to(v.dtype) for flag in (zero, finite, singular)] + [gap, length, residual])

@@ -67,7 +67,7 @@ class Identity(LinearSolver):
         operator = Operator(matvec, v.dtype, 0.0)
         v = v.to(torch.promote_types(v.dtype, torch.float32))
         x = self.scale * v
-        residual = ratio(norm(v - operator(x)), norm(v))
+        residual = ratio(norm(v - operator.last(x)), norm(v))
 
         def judge(facts: list[float]) -> int:
             if not math.isfinite(facts[0]):

@@ -111,7 +111,7 @@ class Iterative(LinearSolver):
             run = self._run(system, b / pick(scale == 0, nought(scale) + 1, scale), target, self.max_steps - steps)
             change = run.x if root is None else root(run.x)
             new_x = change.mul_(scale) if x is None else add_scaled(x, change, scale)
-            new_r = v - operator(new_x)
+            new_r = v - operator.last(new_x)
             new_residual = seen = ratio(operator.number(norm(new_r)), size)
             if root is not None:
                 seen = ratio(operator.number(norm(root(new_r))), weighted)

@@ -80,7 +80,7 @@ class Neumann(Iterative):
         x, scale = state.x, pick(state.active, state.scale, 0.0)
         for _ in range(max_steps - self.begun):
             r = torch.sub(b, operator(x))
-            lengths.append(length(r))
+            lengths.append(torch.linalg.vector_norm(r))
             x.add_(r, alpha=scale)
             del r  # before the next one needs memory
         for size in torch.stack(lengths).tolist():
@@ -96,9 +96,9 @@ class Neumann(Iterative):
         # A zero matrix has an infinite scale.
         zero = (size > 0) & is_infinite(scale)
         none = nought(size)
-        state = _State(torch.zeros_like(b), b, size, none, none, negate(zero), none + 100 * operator.eps, scale, target)
-        state = self._counted(state)
-        return state._replace(x=add_scaled_(state.x, b, pick(state.active, state.scale, 0.0)))
+        active = negate(zero) & (size != 0) & (size > target)
+        x = b * pick(active, scale, 0.0)
+        return _State(x, b, size, none + active, none, active, none + 100 * operator.eps, scale, target)
 
     @override
     def _advance(self, operator: Operator, state: _State, *, first: bool | None) -> _State:
@@ -109,19 +109,14 @@ class Neumann(Iterative):
 
     def _judged(self, operator: Operator, state: _State, size: Number) -> _State:
         """Whether a residual of this size calls for one term more."""
-        _, _, before, _, value, active, rounding, *_ = state
+        x, b, before, steps, value, active, rounding, scale, target = state
         # The sum of the residuals so far bounds |x| / scale, and so the rounding error of x.
         rounding = rounding + 100 * operator.eps * before
         # For symmetric matrices these quotients never fall: one above 1 is proof of divergence.
         grows = active & (size > larger(before * (1 + operator.eps**0.5), rounding))
         value = pick(grows, divide(size, before), value)
-        active = active & negate(grows)
-        return self._counted(state._replace(size=size, value=value, active=active, rounding=rounding))
-
-    def _counted(self, state: _State) -> _State:
-        """One term more, unless the residual is small enough."""
-        active = state.active & (state.size != 0) & (state.size > state.target)
-        return state._replace(active=active, steps=state.steps + active)
+        active = active & negate(grows) & (size != 0) & (size > target)
+        return _State(x, b, size, steps + active, value, active, rounding, scale, target)
 
     @override
     def _is_done(self, operator: Operator, state: _State) -> Number:

@@ -306,8 +306,8 @@ class Problem:
             The loss, reduced to a scalar.
         """
         values = hyper if isinstance(hyper, Named) else self.space.values(hyper)
-        mode = self._mode(self._train_mode[name] if training is None else training)
-        with mode, self._repeats.allowed(), users_precision(), self._weight_norm, self._dropouts.at(values):
+        mode = self._mode(self._train_mode[name] if training is None else training, allow=True)
+        with mode, users_precision(), self._weight_norm, self._dropouts.at(values):
             try:
                 result = self.user_losses[name](model, values, batch)
             except Exception as error:
@@ -328,13 +328,17 @@ class Problem:
         return reduce(name, result, self.examples, batch)
 
     @contextmanager
-    def _mode(self, training: bool) -> Generator[None]:
+    def _mode(self, training: bool, *, allow: bool = False) -> Generator[None]:
+        """Put the network into a mode; perhaps allow all passes of it."""
         flags = [(module, module.training) for module in self._modules]
+        hidden = allow and self._repeats.hide(False)
         try:
             if self.module is not None and any(flag != training for _, flag in flags):
                 self.module.train(training)
             yield
         finally:
+            if hidden:
+                self._repeats.hide(True)
             for module, flag in flags:
                 if module.training != flag:  # setting an attribute of a module takes time
                     module.training = flag

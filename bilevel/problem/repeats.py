@@ -49,13 +49,16 @@ class Repeats:
         Raises:
             RuntimeError: If there is one.
         """
+        if self._own is not None:  # a block around this one does so already
+            yield
+            return
 
         def refuse(module: nn.Module, args: Any) -> None:
             if self.running == 0 and self._own is not None and id(module) in self._ids:
                 raise RuntimeError(_message(f"its {type(module).__name__}"))
 
         handle = register_module_forward_pre_hook(refuse)
-        before = self._hide(True)
+        self.hide(True)
         try:
             yield
         except RuntimeError as error:
@@ -63,20 +66,15 @@ class Repeats:
                 error.add_note(f"{_message('parts of itself')} Other settings of it do not help.")
             raise
         finally:
-            self._hide(before)
+            self.hide(False)
             handle.remove()
 
-    @contextmanager
-    def allowed(self) -> Generator[None]:
-        """Allow everything inside the block, in which the user's code runs, and not a repeat of it."""
-        before = self._hide(False)
-        try:
-            yield
-        finally:
-            self._hide(before)
+    def hide(self, hide: bool) -> bool:
+        """Hide the parameters of the module, or put them back, while the user's code runs and not a repeat of it.
 
-    def _hide(self, hide: bool) -> bool:
-        """Hide the parameters of the module, or put them back; returns whether they were hidden."""
+        Returns:
+            Whether they were hidden.
+        """
         before = self._own is not None
         if hide and self._own is None:
             self._own = [parameters[name] for parameters, name in self._places]

@@ -90,6 +90,8 @@ class Variables(nn.Module):
             return None
 
         def predict(params: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+            if not self.buffer_names:
+                return self.problem.call(dict(params), args, kwargs)
             with DisableTorchFunction():  # copies are no operations of the network, and modes take time
                 live = self.buffer_values() if buffers is None else buffers
                 tensors = {**params, **{name: buffer.clone() for name, buffer in live.items()}}

@@ -15,11 +15,10 @@ from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import _engine_run_backward
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from typing_extensions import override
 
-from bilevel.autodiff import Gate, SecondDerivatives, map_tensors, vjp
+from bilevel.autodiff import Gate, PlainAttention, SecondDerivatives, differentiate, map_tensors, vjp
 from bilevel.hyper import Named
 from bilevel.precision import full_precision, in_full_precision
 from bilevel.problem import Model, Variables
@@ -32,7 +31,7 @@ class Curvature(ABC):
         weights: Leaves at the current weights.
         hyper: Leaves at the current hyperparameters, unconstrained, one per name.
         loss: The inner loss, with its graph.
-        gradient: Of the inner loss in the weights, flat, with its graph.
+        slopes: The gradient of the inner loss in the weights, with its graph, one tensor for each.
     """
 
     def __init__(
@@ -48,9 +47,8 @@ class Curvature(ABC):
             differentiate: Without it there is no gradient, and ``cross_vjp`` and the like cannot be called.
         """
         space = inner.problem.space
-        # The fused attention kernels have no second derivative; the plain one has.
         differentiating = inner.problem.differentiating()
-        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), full_precision(hyper.device), differentiating:
+        with torch.enable_grad(), PlainAttention(), full_precision(hyper.device), differentiating:
             self.weights = [weight.detach().requires_grad_() for weight in inner.params().values()]
             self.hyper = {name: part.detach().requires_grad_() for name, part in space.split(hyper).items()}
             natural = [(name, space.hyper[name].natural(part)) for name, part in self.hyper.items()]
@@ -58,10 +56,11 @@ class Curvature(ABC):
             self.loss = inner.problem.inner_loss(self._model(inner), values, batch).value
             if not differentiate:
                 return
-            # In one piece, since every product has to look at each tensor that it starts from. Its parts would be held
-            # in vain.
-            self.gradient = flatten(_zeros_for_none(_gradient(self.loss, self.weights), self.weights))
-            self._leaves = tuple(self.weights)
+            self.slopes = _zeros_for_none(_gradient(self.loss, self.weights), self.weights)
+            self._moving = [index for index, slope in enumerate(self.slopes) if slope.requires_grad]
+            self._outputs = tuple(self.slopes[index] for index in self._moving)
+            self._vector: Tensor | None = None
+            self._parts: tuple[Tensor, ...] = ()
 
     def _model(self, inner: Variables) -> Model:
         """What the loss sees."""
@@ -82,6 +81,17 @@ class Curvature(ABC):
             A tensor of shape ``(m,)``.
         """
 
+    def product_and_cross_vjp(self, vector: Tensor) -> tuple[Tensor, Tensor]:
+        """Both :meth:`product` and :meth:`cross_vjp`, by one backward pass if they can share one.
+
+        Args:
+            vector: Shape ``(m,)``.
+
+        Returns:
+            Tensors of shape ``(m,)`` and ``(h,)``.
+        """
+        return self.product(vector), self.cross_vjp(vector)
+
     def cross_parts(self, vector: Tensor) -> dict[str, Tensor | None]:
         r"""The parts of :math:`(\partial_w \partial_\lambda \mathcal{L}_T)^\top u`, one per hyperparameter.
 
@@ -91,8 +101,7 @@ class Curvature(ABC):
         Returns:
             By name; None where the gradient of the inner loss does not depend on the hyperparameter.
         """
-        parts = vjp([self.gradient], list(self.hyper.values()), [vector], retain_graph=True)
-        return dict(zip(self.hyper, parts, strict=True))
+        return dict(zip(self.hyper, self._pull(vector, tuple(self.hyper.values())), strict=True))
 
     def cross_vjp(self, vector: Tensor) -> Tensor:
         r"""The product :math:`(\partial_w \partial_\lambda \mathcal{L}_T)^\top u`.
@@ -117,10 +126,20 @@ class Curvature(ABC):
         """
         leaves = list(self.hyper.values())
         with torch.enable_grad():
-            dummy = torch.zeros_like(self.gradient).requires_grad_()
-            transposed = vjp([self.gradient], leaves, [dummy], create_graph=True, retain_graph=True)
-        # The transposed product is linear in the dummy, so its derivative in it is the product itself.
-        return _zeros_for_none(vjp(transposed, [dummy], unflatten(vector, leaves), retain_graph=True), [dummy])[0]
+            dummies = [torch.zeros_like(weight).requires_grad_() for weight in self.weights]
+            transposed = vjp(self.slopes, leaves, dummies, create_graph=True, retain_graph=True)
+        # The transposed product is linear in the dummies, so its derivative in them is the product itself.
+        return flatten(_zeros_for_none(vjp(transposed, dummies, unflatten(vector, leaves), retain_graph=True), dummies))
+
+    def _pull(self, vector: Tensor, inputs: tuple[Tensor, ...]) -> Sequence[Tensor | None]:
+        """Differentiate the product of the gradient with a vector."""
+        if not self._outputs or not inputs:
+            return [None] * len(inputs)
+        if vector is not self._vector:  # solvers change a vector in place, and its parts with it
+            parts = unflatten(vector, self.weights)
+            self._vector, self._parts = vector, tuple(parts[index] for index in self._moving)
+        with SecondDerivatives():
+            return differentiate(self._outputs, self._parts, inputs)
 
 
 @final
@@ -130,14 +149,14 @@ class Hessian(Curvature):
     @override
     def product(self, vector: Tensor) -> Tensor:
         r"""Differentiate the gradient, :math:`\mathbf{H} p = \nabla_w (p^\top \nabla_w \mathcal{L}_T)`."""
-        if not self.gradient.requires_grad:
-            return torch.zeros_like(vector)
-        # What torch.autograd.grad does, without checks that take as long as a small layer: solvers make vectors alike.
-        with SecondDerivatives():
-            parts = _engine_run_backward(
-                (self.gradient,), (vector,), True, False, self._leaves, allow_unreachable=True, accumulate_grad=False
-            )
-        return flatten(_zeros_for_none(parts, self.weights))
+        return flatten(_zeros_for_none(self._pull(vector, tuple(self.weights)), self.weights))
+
+    @override
+    def product_and_cross_vjp(self, vector: Tensor) -> tuple[Tensor, Tensor]:
+        """The cross product comes with the product."""
+        leaves = [*self.weights, *self.hyper.values()]
+        parts = _zeros_for_none(self._pull(vector, tuple(leaves)), leaves)
+        return flatten(parts[: len(self.weights)]), flatten(parts[len(self.weights) :])
 
 
 @final
@@ -163,7 +182,7 @@ class GaussNewton(Curvature):
         self.read: list[Tensor] = []
         super().__init__(inner, hyper, batch, check=check, differentiate=differentiate)
         with self.gate.closed():
-            self.slopes = _gradient(self.loss, [*self.seen, *self.read])
+            self.bent = _gradient(self.loss, [*self.seen, *self.read])
             bypass = []
             if check:
                 bypass = vjp([self.loss], self.weights, [torch.ones_like(self.loss)], retain_graph=True)
@@ -224,7 +243,7 @@ class GaussNewton(Curvature):
         """
         arguments = [*self.seen, *self.read]
         with self.gate.closed():
-            return _zeros_for_none(vjp(self.slopes, arguments, change, retain_graph=True), arguments)
+            return _zeros_for_none(vjp(self.bent, arguments, change, retain_graph=True), arguments)
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
@@ -233,7 +252,9 @@ def flatten(tensors: Sequence[Tensor]) -> Tensor:
     Returns:
         A tensor of one dimension.
     """
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+    # A single one is copied, as several are.
+    flat: Tensor = _flatten_dense_tensors(tensors) if len(tensors) > 1 else tensors[0].reshape(-1).clone()
+    return flat
 
 
 def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
@@ -242,14 +263,13 @@ def unflatten(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     Returns:
         One tensor for each of ``like``, of its shape.
     """
-    parts = torch.split(vector, [tensor.numel() for tensor in like])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, like, strict=True)]
+    return [*_unflatten_dense_tensors(vector, like)]
 
 
 def _gradient(loss: Tensor, inputs: Sequence[Tensor]) -> list[Tensor | None]:
     if not loss.requires_grad:
         return [None] * len(inputs)
-    return [*torch.autograd.grad(loss, inputs, create_graph=True, allow_unused=True)]
+    return [*differentiate([loss], [torch.ones_like(loss)], inputs, create_graph=True)]
 
 
 def _zeros_for_none(parts: Sequence[Tensor | None], like: Sequence[Tensor]) -> list[Tensor]:

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from bilevel.checks import check_continuous, check_dependence, check_outputs, check_smooth, isolated, repeatable
 from bilevel.linear_solvers import CG, LinearSolver, LinearSolverError
-from bilevel.linear_solvers.base import Attempt, Matvec
+from bilevel.linear_solvers.base import Attempt, Matrix, Matvec
 from bilevel.linear_solvers.iterative import Iterative
 from bilevel.parallel import added, count, flat_like, is_sharded, plain, whole
 from bilevel.precision import has_half_precision, own_precision
@@ -229,8 +229,9 @@ class ImplicitResponse(BestResponse):
         curvature = self._products(hyper, plain(train_batch))
         guess = self.guess if self.settings.warm_start else None
         right = self._sum(cotangent)
-        found = self.settings.linear_solver.attempt(self._added(curvature, share), right, guess, root)
-        part = -curvature.cross_vjp(whole(found.solution))
+        matrix = self._added(curvature, share)
+        found = self.settings.linear_solver.attempt(matrix, right, guess, root)
+        part = -(matrix if isinstance(matrix, _Shared) else curvature).cross_vjp(whole(found.solution))
         if self._traced is not None:
             self._traced = [found.solution, found.facts, right, guess]
             return part
@@ -317,7 +318,9 @@ class ImplicitResponse(BestResponse):
         """Products with the curvature of all processes: one all-reduce each, of the size of the weights."""
         if isinstance(curvature, Products):  # of one process
             return cast(Matvec, curvature)
-        return curvature.product if share is None else lambda vector: self._add(curvature.product(whole(vector)), share)
+        if share is None:
+            return _Shared(curvature)
+        return lambda vector: self._add(curvature.product(whole(vector)), share)
 
     def _add(self, vector: Tensor, share: Tensor | None) -> Tensor:
         if self.inner.group is None or share is None:
@@ -340,6 +343,33 @@ class ImplicitResponse(BestResponse):
 
     def _curvature(self, hyper: Tensor, batch: Any) -> Curvature:
         return CURVATURES[self.settings.curvature](self.inner, hyper, batch)
+
+
+@final
+class _Shared(Matrix):
+    """A curvature that makes the product with the solution and the mixed one in one backward pass."""
+
+    def __init__(self, curvature: Curvature) -> None:
+        self._curvature = curvature
+        self._solution: Tensor | None = None
+        self._version = 0
+        self._cross: Tensor | None = None
+
+    @override
+    def __call__(self, p: Tensor) -> Tensor:
+        return self._curvature.product(p)
+
+    @override
+    def last(self, x: Tensor) -> Tensor:
+        product, self._cross = self._curvature.product_and_cross_vjp(x)
+        self._solution, self._version = x, x._version
+        return product
+
+    def cross_vjp(self, solution: Tensor) -> Tensor:
+        """As :meth:`Curvature.cross_vjp`."""
+        if self._cross is None or solution is not self._solution or solution._version != self._version:
+            return self._curvature.cross_vjp(solution)
+        return self._cross
 
 
 class _Response(torch.autograd.Function):

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
-from bilevel.autodiff import vjp
+from bilevel.autodiff import PlainAttention, differentiate, vjp
 from bilevel.compilation import Later
 from bilevel.optimizers import DifferentiableOptimizer, clip, differentiable_entries
 from bilevel.parallel import Group, count, entered, mean_with_graph, plain
@@ -84,13 +83,13 @@ class Made(NamedTuple):
     Attributes:
         point: Where it leads.
         loss: The inner loss before it.
-        norm: The norm of its gradient before clipping.
+        norms: Numbers whose norm is that of its gradient before clipping.
         aux: What the inner loss returned beside its value.
     """
 
     point: Point
     loss: Tensor
-    norm: Tensor
+    norms: list[Tensor]
     aux: Any
 
 
@@ -118,8 +117,7 @@ class Step:
     @contextmanager
     def guarded(self) -> Generator[None]:
         """Enter this around steps. Enter it once for all of them, because entering takes time."""
-        # The fused attention kernels have no second derivative; the plain one has.
-        with sdpa_kernel(SDPBackend.MATH), self.inner.problem.differentiating():
+        with PlainAttention(), self.inner.problem.differentiating():
             yield
 
     def run(self, hyper: Tensor, point: Point, batch: Any) -> Made:
@@ -138,7 +136,7 @@ class Step:
         return _made(*self._move(leaves, slopes, hyper.detach(), buffers, self.settings), loss)
 
     def extend(self, hyper: Tensor, point: Point, batch: Any) -> Made:
-        """Make a step that keeps the graph of where it starts.
+        """Make a step that keeps the graph of where it starts, if gradients are enabled.
 
         Args:
             hyper: Shape ``(h,)``, with a graph.
@@ -149,9 +147,7 @@ class Step:
             What it made. Its point keeps the graph so far.
         """
         slopes, buffers, loss = self._slopes(hyper, point, batch)
-        with torch.enable_grad():
-            new, norm = self._move(point, slopes, hyper, buffers, self.settings)
-        return _made(new, norm, loss, keep_graph=True)
+        return _made(*self._move(point, slopes, hyper, buffers, self.settings), loss, keep_graph=True)
 
     def record(
         self, hyper: Tensor, point: Point, batch: Any, settings: list[dict[str, Any]] | None = None
@@ -171,9 +167,9 @@ class Step:
         leaves, leaf = point.leaves(requires_grad=True), hyper.detach().requires_grad_()
         slopes, buffers, loss = self._slopes(leaf, leaves, batch)
         with torch.enable_grad():
-            new, norm = self._move(leaves, slopes, leaf, buffers, settings)
+            new, norms = self._move(leaves, slopes, leaf, buffers, settings)
         inputs, outputs = [*leaves.variables(), leaf], new.variables()
-        return _made(new, norm, loss), [Later(lambda cotangent: vjp(outputs, inputs, cotangent), outputs)]
+        return _made(new, norms, loss), [Later(lambda cotangent: vjp(outputs, inputs, cotangent), outputs)]
 
     def push(
         self, hyper: Tensor, point: Point, batch: Any, settings: list[dict[str, Any]] | None = None
@@ -203,7 +199,7 @@ class Step:
         gradients = [None if slope is None else slope.requires_grad_() for slope in detached]
         present = [index for index, gradient in enumerate(gradients) if gradient is not None]
         with torch.enable_grad():
-            new, norm = self._move(leaves, gradients, leaf, buffers, settings)
+            new, norms = self._move(leaves, gradients, leaf, buffers, settings)
             inputs, outputs = [*leaves.variables(), *(g for g in gradients if g is not None), leaf], new.variables()
             probes = [torch.zeros_like(value, requires_grad=True) for value in outputs]
             transposed = vjp(outputs, inputs, probes, create_graph=True)
@@ -216,7 +212,7 @@ class Step:
             moved = [*old, *(change[index] for index in present), direction]
             return vjp(transposed, probes, moved, retain_graph=True)
 
-        return _made(new, norm, loss), [Later(push, [*leaves.variables(), leaf])]
+        return _made(new, norms, loss), [Later(push, [*leaves.variables(), leaf])]
 
     def _slopes(self, hyper: Tensor, point: Point, batch: Any) -> tuple[list[Tensor | None], dict[str, Tensor], Loss]:
         """The gradient of the inner loss with its graph, the buffers after its pass, and the loss."""
@@ -254,7 +250,7 @@ class Step:
         with torch.enable_grad():
             loss = problem.inner_loss(self.inner.model(named, buffers=buffers, update_buffers=True), hyper, batch)
             # Always with a graph, so that a repeated step is the same to the last bit.
-            slopes = torch.autograd.grad(loss.value, inputs, create_graph=True, allow_unused=True)
+            slopes = differentiate([loss.value], [torch.ones_like(loss.value)], inputs, create_graph=True)
         return [*slopes], buffers, loss
 
     def _move(
@@ -264,14 +260,15 @@ class Step:
         hyper: Tensor,
         buffers: dict[str, Tensor],
         settings: list[dict[str, Any]] | None,
-    ) -> tuple[Point, Tensor]:
-        clipped, norm = clip(gradients, self.clip)
+    ) -> tuple[Point, list[Tensor]]:
+        # Given settings are for a graph, in which operations cost nothing.
+        clipped, norms = clip(gradients, self.clip, joint=settings is not None)
         weights, decays = point.weights, self.inner.problem.decays
         if decays:
             weights = self.optimizer.decayed(weights, clipped, decays(hyper), settings)
-        return Point(*self.optimizer.step(weights, clipped, point.state, settings), buffers), norm
+        return Point(*self.optimizer.step(weights, clipped, point.state, settings), buffers), norms
 
 
-def _made(point: Point, norm: Tensor, loss: Loss, *, keep_graph: bool = False) -> Made:
+def _made(point: Point, norms: list[Tensor], loss: Loss, *, keep_graph: bool = False) -> Made:
     aux = None if loss.aux is None else pytree.tree_map_only(Tensor, Tensor.detach, loss.aux)
-    return Made(point if keep_graph else point.leaves(), loss.value.detach(), norm, aux)
+    return Made(point if keep_graph else point.leaves(), loss.value.detach(), norms, aux)

@@ -30,7 +30,7 @@ class Trajectory:
         step: Makes one.
         compiled: ``step.record`` or ``step.push``, compiled, to make the steps with; None makes them uncompiled.
         losses: The inner loss at every step so far.
-        norms: The norm of its gradient before clipping.
+        numbers: What :class:`Made` calls norms, for every step.
         aux: What the inner loss last returned beside its value.
     """
 
@@ -39,7 +39,7 @@ class Trajectory:
         self.step = step
         self.compiled = compiled
         self.losses: list[Tensor] = []
-        self.norms: list[Tensor] = []
+        self.numbers: list[list[Tensor]] = []
         self.aux: Any = None
 
     def run(self, hyper: Tensor, point: Point, batches: Sequence[Any]) -> Point:
@@ -121,6 +121,17 @@ class Trajectory:
                 tangents = [later([*old, direction]) for direction, old in zip(directions, tangents, strict=True)]
         return point, tangents
 
+    def norms(self) -> Tensor:
+        """The norm of the gradient at every step, before clipping.
+
+        Returns:
+            One number per step.
+        """
+        most, zero = max(map(len, self.numbers)), self.losses[0].new_zeros(())
+        table = [number for row in self.numbers for number in [*row, *[zero] * (most - len(row))]]
+        norms: Tensor = torch.linalg.vector_norm(torch.stack(table).view(-1, most), dim=1)
+        return norms
+
     @property
     def _compiles(self) -> bool:
         return self.compiled is not None and self.compiled.working
@@ -156,7 +167,7 @@ class Trajectory:
     def _note(self, made: Made) -> Point:
         safe_point()
         self.losses.append(made.loss)
-        self.norms.append(made.norm)
+        self.numbers.append(made.norms)
         self.aux = made.aux
         return made.point
 

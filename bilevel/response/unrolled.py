@@ -318,7 +318,7 @@ class UnrolledResponse(BestResponse):
 
     def _finish(self, trajectory: Trajectory, end: Point) -> list[Tensor]:
         self._end = end
-        self.steps = Steps(torch.stack(trajectory.losses), torch.stack(trajectory.norms), trajectory.aux)
+        self.steps = Steps(torch.stack(trajectory.losses), trajectory.norms(), trajectory.aux)
         return end.weights
 
 

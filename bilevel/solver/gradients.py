@@ -285,15 +285,17 @@ class Differentiation:
         # Two copies of λ keep the parts apart, so that one backward pass gives both.
         direct, through_weights = (hyper.clone().requires_grad_() for _ in range(2))
         drawn = self._response.outer_perturbation(valid_batch)
-        noise = torch.zeros_like(direct) if drawn is None else sign * drawn
-        model = self._response(through_weights + noise, train_batch, None if drawn is None else hyper)
+        at, seen = through_weights, direct
+        if drawn is not None:
+            at, seen = through_weights + sign * drawn, direct + sign * drawn
+        model = self._response(at, train_batch, None if drawn is None else hyper)
         if not isinstance(model, Model):
             raise TypeError(
                 f"{type(self._response).__name__}.forward must return a bilevel.Model, got {type(model).__name__}."
             )
         if steps is not None:
             self._finite.made(steps[0], self._response.steps)
-        loss = self._problem.outer_loss(model, direct + noise, valid_batch)
+        loss = self._problem.outer_loss(model, seen, valid_batch)
         objective = loss.value
         if self._response.scale is not None and scale:
             objective = objective + self._response.scale.penalty()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Container, Iterable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any, final
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.utils import _pytree as pytree
 
 from bilevel.arguments import Parameters, check_clip, make_optimizer, make_scheduler
@@ -26,6 +27,9 @@ Gradients = dict[str, list[Tensor | None]]
 
 FUSED = (torch.optim.Adam, torch.optim.AdamW)
 """Optimizers with a kernel that updates a whole weight in one pass on a CPU. Theirs is the same update, to rounding."""
+
+GLOBAL_HOOKS = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+"""Of steps of all optimizers of the program."""
 
 LEVELS = {"weights": "inner", "response": "inner", "hyper": "outer", "scale": "outer"}
 """The groups of parameters, and the level at which each is trained."""
@@ -148,7 +152,7 @@ class Optimization:
             if name in self._fusible and _may_be_fused(optimizer):
                 _fused_step(optimizer)
             else:
-                optimizer.step()
+                _step(optimizer)
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
@@ -234,10 +238,36 @@ def _fused_step(optimizer: Optimizer) -> None:
             if param.grad is not None and not param.grad.is_contiguous():
                 param.grad = param.grad.contiguous()
     try:
-        optimizer.step()
+        _step(optimizer)
     finally:
         for group in optimizer.param_groups:
             group["fused"] = None
+
+
+def _step(optimizer: Optimizer) -> None:
+    """A step; without the wrappers of PyTorch, which take longer than a small step, if there is nothing for them to do.
+
+    They are for hooks, for the profiler and for differentiable steps. A scheduler puts one on the optimizer itself.
+    """
+    bare = None if "step" in vars(optimizer) else _bare(type(optimizer).step)
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, *GLOBAL_HOOKS)
+    differentiable = optimizer.defaults.get("differentiable", True)
+    if bare is None or any(hooks) or differentiable or torch._C._autograd._profiler_enabled():
+        optimizer.step()
+        return
+    with torch.no_grad():
+        bare(optimizer)
+
+
+@cache
+def _bare(step: Callable[..., Any]) -> Callable[[Optimizer], Any] | None:
+    """The function inside the wrappers of ``torch.optim``; None if it is wrapped, or made, by somebody else."""
+    while True:
+        if not step.__globals__["__name__"].startswith("torch.optim."):
+            return None
+        if not hasattr(step, "__wrapped__"):
+            return step
+        step = step.__wrapped__
 
 
 def _whole(state: dict[str, Any]) -> dict[str, Any]:

@@ -148,7 +148,8 @@ def outer(solver: Solver, train_batch: Any, valid_batch: Any) -> OuterStep:
             solver.response.commit()
             # The step is made before it is judged, so that all flags are read from the device at once.
             now = solver.vector.detach()
-            values = torch.cat([value.flatten() for value in solver.problem.space.values(now).values()])
+            natural = [value.flatten() for value in solver.problem.space.values(now).values()]
+            values = torch.cat(natural) if len(natural) > 1 else natural[0]
             state = solver.guard.finite.number(guard.step.tensors())
             if solver.group is not None:
                 together.compare(solver, solver.group)

@@ -115,7 +115,7 @@ def test_hessian_products_are_right_through_every_op(name):
     (direction,) = randn(2, w.shape)
     product = curvature.product(direction)
     ends = [at(problem, x, Hessian, w + step * direction) for step in (1e-6, -1e-6)]
-    slopes = [end.gradient.detach() for end in ends]
+    slopes = [flat(end.slopes, end.slopes).detach() for end in ends]
     assert product.abs().max() > 0.01
     assert_equal(product, (slopes[0] - slopes[1]) / 2e-6, 1e-6)
 
@@ -129,12 +129,17 @@ def test_cross_derivatives_are_right_through_every_op(name, kind):
     columns = []
     for unit in torch.eye(len(hyper)).double():
         ends = [at(problem, x, Hessian, hyper=hyper + step * unit) for step in (1e-6, -1e-6)]
-        slopes = [end.gradient.detach() for end in ends]
+        slopes = [flat(end.slopes, end.slopes).detach() for end in ends]
         columns.append((slopes[0] - slopes[1]) / 2e-6)
     expected = torch.stack(columns, dim=1)
     assert_equal(dense(curvature.cross_jvp, len(hyper)), expected, 1e-6)
     (u,) = randn(3, expected.shape[:1])
     assert_equal(curvature.cross_vjp(u), expected.T @ u, 1e-6)
+    product, cross = curvature.product_and_cross_vjp(u)
+    assert_equal(product, curvature.product(u), 1e-12)
+    assert_equal(cross, expected.T @ u, 1e-6)
+    u.neg_()  # solvers change their vectors in place
+    assert_equal(curvature.product(u), -product, 1e-12)
 
 
 @pytest.mark.parametrize("name", OPS)

@@ -42,6 +42,8 @@ from bilevel import (
     Problem,
     Solver,
 )
+from bilevel.linear_solvers import relative_residual
+from bilevel.linear_solvers.base import Attempt
 
 # The residual that double precision can reach grows with the condition number.
 SOLVERS = {
@@ -115,6 +117,26 @@ def test_identity_is_a_step_of_gradient_descent(case, scale):
     assert_close(solver.response.jacobian(case.hyper), -scale * case.B, tolerance=1e-12)
     slope, direct = case.outer_slope(case.hyper, case.weights), case.direct(case.hyper, case.weights)
     assert_equal(solver.outer_step().hypergradient, direct - scale * case.B.T @ slope)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doubled(bilevel.LinearSolver):
+    """Returns twice the vector whose residual it reports, in the same memory."""
+
+    def _solve(self, matvec, v, x0, root):
+        x = v.clone()
+        residual = relative_residual(matvec, x, v)
+        return Attempt(x.mul_(2), residual, residual[None], lambda facts: 1)
+
+
+def test_a_solution_that_is_changed_after_its_last_product_is_multiplied_anew():
+    """The mixed product comes with that of the residual only as long as it is of the same vector."""
+    case = make_quadratic(3, 2, 0, False)
+    steps = [
+        solver_at(case.problem(), Implicit(solver), case.weights, case.theta).outer_step().hypergradient
+        for solver in (Doubled(), Identity(scale=2.0))
+    ]
+    assert_equal(*steps)
 
 
 @every_solver
