@@ -97,14 +97,21 @@ def test_the_evidence_is_that_of_the_page():
         assert re.search(rf"{mean} % ± {error}[,;]? ?{re.escape(text)}", flat), (name, mean, error)
 
 
-def test_the_table_of_ridge_is_that_of_the_runs():
-    """How many runs closed the gap from both starts, and how many diverged."""
+def test_the_table_of_linear_models_is_that_of_the_runs():
+    """How many runs closed the gap in each problem, and how many diverged; a dash where a method was not run."""
     line = re.compile(r"^(\w+): (\d+ of \d+) runs closed at least 90% of the excess loss, (\d+) diverged", re.MULTILINE)
-    files = [RESULTS / "linear" / folder / "linear_ridge.txt" for folder in ("ridge", "splits")]
-    first, second = (line.findall(file.read_text(encoding="utf-8")) for file in files)
-    section = TEXT.partition("<!-- ridge: begin -->")[2].partition("<!-- ridge: end -->")[0]
+    found = []
+    for problem in ("ridge/linear_ridge", "splits/linear_ridge", "network/linear_linear_network",
+                    "input_dropout/linear_input_dropout"):  # fmt: skip
+        text = (RESULTS / "linear" / f"{problem}.txt").read_text(encoding="utf-8")
+        found.append({method: numbers for method, *numbers in line.findall(text)})
+    section = TEXT.partition("<!-- linear: begin -->")[2].partition("<!-- linear: end -->")[0]
     shown = [cells(row) for row in section.splitlines() if row.startswith("| `")]
     assert shown == [
-        [f"`{method}`", closed, again, str(int(diverged) + int(more))]
-        for (method, closed, diverged), (_, again, more) in zip(first, second, strict=True)
+        [
+            f"`{method}`",
+            *(runs.get(method, ["–"])[0] for runs in found),
+            str(sum(int(runs[method][1]) for runs in found if method in runs)),
+        ]
+        for method in found[0]
     ]
