@@ -189,11 +189,12 @@ class BestResponse(nn.Module, ABC):
             A model whose ``params`` are :math:`r(\lambda)`.
         """
 
-    def learns(self, step: int) -> bool:
+    def learns(self, step: int, optimizer: Optimizer | None) -> bool:
         """Whether what the method adds to the weights learns at an inner step, or the weights alone.
 
         Args:
             step: Its number, counted from 0.
+            optimizer: Of what the method adds, if it adds anything.
 
         Returns:
             The answer, the same in all processes.

@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from bilevel.arguments import check_integer
@@ -46,6 +47,17 @@ COPIES, PER_COPY, FEWEST = 4, 25, 8
 """With many hyperparameters, up to so many examples of a batch share a perturbation, one more for each 25 of them,
 as long as so many different ones are left. Products with the response are then as many times smaller."""
 
+
+ADAPTIVE = (
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.Adamax,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+)
+"""Optimizers whose steps are as long whatever the length of the gradient."""
 
 GOLDEN = (math.sqrt(5) - 1) / 2
 """Multiples of an irrational number, modulo one, are spread evenly, and so is every n-th of them."""
@@ -63,18 +75,20 @@ class Centered(Hypernetwork):
             algorithm, with other random numbers in each pass.
         response_every: Train :math:`\Theta` at one of so many inner steps; the weights learn at each. The others cost
             about as much as a step of plain training. Which one it is differs, so that no batch is left out where they
-            come in a fixed order.
+            come in a fixed order. None is 2 where the optimizer of the response is one of ``ADAPTIVE``, such as Adam,
+            and 1 otherwise: plain SGD learns slowly enough as it is.
     """
 
     antithetic: bool | None = None
     control: bool | None = None
-    response_every: int = 2
+    response_every: int | None = None
 
     @override
     def __post_init__(self) -> None:
         """Check ``antithetic``, ``control`` and ``response_every`` as well."""
         super().__post_init__()
-        check_integer(f"{type(self).__name__}: response_every", self.response_every, 1)
+        if self.response_every is not None:
+            check_integer(f"{type(self).__name__}: response_every", self.response_every, 1)
         for name, value in (("antithetic", self.antithetic), ("control", self.control)):
             if value not in (None, True, False):
                 raise ValueError(f"{type(self).__name__}: {name} must be True, False or None, got {value!r}.")
@@ -134,13 +148,13 @@ class CenteredResponse(HypernetworkResponse):
     def check(self, hyper: Tensor, batch: Any) -> None:
         """See whether the loss takes hyperparameters of their own shape as well as one row for each example."""
         super().check(hyper, batch)
-        if self.per_example and self._settings.response_every > 1 and not self._needs_rows:
+        if self.per_example and self._settings.response_every != 1 and not self._needs_rows:
             self._needs_rows = not takes_own_shape(self.problem, self.inner, hyper, batch)
 
     @override
-    def learns(self, step: int) -> bool:
+    def learns(self, step: int, optimizer: Optimizer | None) -> bool:
         """At one step of each group; its place in the group is equally often each, whatever period the batches have."""
-        every = self._settings.response_every
+        every = self._settings.response_every or (2 if isinstance(optimizer, ADAPTIVE) else 1)
         group, place = divmod(step, every)
         return place == int(group * GOLDEN % 1 * every)
 

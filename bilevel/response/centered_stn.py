@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, final
 
 from torch import Tensor
+from torch.optim import Optimizer
 from typing_extensions import override
 
 from bilevel.problem import Loss, Model, Problem
@@ -71,8 +72,8 @@ class CenteredSTNResponse(CenteredResponse):
         self.antithetic_outer = self.antithetic_outer and self.objective == "centered"
 
     @override
-    def learns(self, step: int) -> bool:
-        return self.objective == "stn" or super().learns(step)
+    def learns(self, step: int, optimizer: Optimizer | None) -> bool:
+        return self.objective == "stn" or super().learns(step, optimizer)
 
     @override
     def inner_loss(self, hyper: Tensor, batch: Any) -> Iterator[Loss]:

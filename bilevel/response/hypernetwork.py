@@ -37,9 +37,9 @@ class Hypernetwork(Method):
             name, as in ``{"head.*": "dense", "*.bias": "none"}``. None, and what a mapping does not name, is ``"gate"``
             for a network, ``"rowwise"`` with :class:`bilevel.STN`; None is ``"dense"`` for a mapping of tensors.
         perturb: ``"example"`` draws a perturbation for each example of a batch. Hyperparameters then reach the inner
-            loss with shape ``(B, *shape)`` where the response learns, and the weights must respond by rows or not at all; with 50
-            hyperparameters or more, two to four examples may have the same perturbation. ``"batch"`` draws one
-            for all, and works for any network and loss. None is ``"example"`` where the weights allow
+            loss with shape ``(B, *shape)`` where the response learns, and the weights must respond by rows or not at
+            all; with 50 hyperparameters or more, two to four examples may have the same perturbation. ``"batch"`` draws
+            one for all, and works for any network and loss. None is ``"example"`` where the weights allow
             it and there is a batch; where the network cannot respond so, it is ``"batch"`` from the first batch on
             that shows it, with a warning that says why.
         max_gigabytes: Refuse a response that takes more memory.

@@ -285,9 +285,10 @@ class Differentiation:
         # Two copies of λ keep the parts apart, so that one backward pass gives both.
         direct, through_weights = (hyper.clone().requires_grad_() for _ in range(2))
         drawn = self._response.outer_perturbation(valid_batch)
-        at, seen = through_weights, direct
-        if drawn is not None:
-            at, seen = through_weights + sign * drawn, direct + sign * drawn
+        if drawn is None:  # no leaves all the same, which hooks on modules, as of FlopCounterMode, do not take
+            at, seen = (copy.view_as(copy) for copy in (through_weights, direct))
+        else:
+            at, seen = (copy + sign * drawn for copy in (through_weights, direct))
         model = self._response(at, train_batch, None if drawn is None else hyper)
         if not isinstance(model, Model):
             raise TypeError(

@@ -71,8 +71,9 @@ def inner(solver: Solver, batches: tuple[Any, ...]) -> Tensor:
                 solver.first_look.inner(solver.vector.detach(), plain(batch))
             if solver.group is not None:
                 solver.group.at("inner", solver.inner_steps)
+            learns = solver.response.learns(solver.inner_steps, solver.optimizers.get("response"))
             loss, values, gradients = solver._differentiation.of_inner_losses(
-                solver.vector.detach(), moved, learns=solver.response.learns(solver.inner_steps)
+                solver.vector.detach(), moved, learns=learns
             )
             norms = solver.optimization.set_gradients(gradients)
             view = state.look() if guard.judges_state() else None

@@ -459,7 +459,9 @@ def test_each_kind_is_looked_at_once_and_nothing_is_drawn():
         passes.clear()
         solver.inner_step((torch.randn(size, 5), torch.randn(size, 1)))
         counts.append(len(passes))
-    assert [counts[step] for step in (1, 3, 4)] == [1 + solver.response.learns(step) for step in (1, 3, 4)]
+    assert [counts[step] for step in (1, 3, 4)] == [
+        1 + solver.response.learns(step, solver.optimizers["response"]) for step in (1, 3, 4)
+    ]
     assert counts[0] > 10
     assert counts[2] > 10
 

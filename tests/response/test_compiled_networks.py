@@ -113,7 +113,7 @@ def compare(method=DELTA, *, train=None, rounds=3, **options):
     for part in (inner, alone, solver._differentiation.outer):
         assert part.staged.working
         assert part is alone or part.staged.compiled
-    assert bool(alone.staged.compiled) == (not solver.response.learns(1))
+    assert bool(alone.staged.compiled) == (not solver.response.learns(1, solver.optimizers["response"]))
     return solver
 
 

@@ -380,7 +380,7 @@ def test_the_weights_train_as_without_a_response(method):
         solver.inner_step(batch)
         with Stream.current(CPU)():
             torch.set_rng_state(state[0])
-            if solver.response.learns(step):
+            if solver.response.learns(step, solver.optimizers["response"]):
                 draw_noise(6)
             optimizer.zero_grad()
             problem.user_losses["inner_loss"](model, hyper, batch).mean().backward()

@@ -1,5 +1,7 @@
 """Steps in which the weights learn alone."""
 
+from functools import partial
+
 import pytest
 import torch
 from problems import assert_equal, double, randn, sgd
@@ -27,7 +29,7 @@ def test_the_response_learns_at_every_so_many_steps_and_the_weights_at_each(meth
         counts = [float(entry["step"]) for entry in memory.values()]
         solver.inner_step(batch_of(6, step))
         moved = any(not torch.equal(a, b) for a, b in zip(theta, theta_of(solver), strict=True))
-        assert moved == solver.response.learns(step)
+        assert moved == solver.response.learns(step, solver.optimizers["response"])
         assert all(not torch.equal(value, weights[name]) for name, value in solver.params.items())
         after = [float(entry["step"]) for entry in solver.optimizers["response"].state_dict()["state"].values()]
         assert after == ([count + 1 for count in counts] if counts and moved else after if moved else counts)
@@ -37,7 +39,7 @@ def test_the_response_learns_at_every_so_many_steps_and_the_weights_at_each(meth
 def test_one_step_of_each_group_is_chosen(every):
     learns = DeltaSTN(response_every=every).bind(problem_of(Net())).learns
     for group in range(100):
-        assert sum(learns(every * group + place) for place in range(every)) == 1
+        assert sum(learns(every * group + place, None) for place in range(every)) == 1
 
 
 @pytest.mark.parametrize("every", [2, 3])
@@ -46,7 +48,7 @@ def test_batches_in_a_fixed_order_train_the_response_equally_often(every, period
     """With every second step, a loader of two batches would leave one of them out for ever."""
     learns = DeltaSTN(response_every=every).bind(problem_of(Net())).learns
     steps = 400 * period
-    shares = [sum(learns(step) for step in range(batch, steps, period)) / 400 for batch in range(period)]
+    shares = [sum(learns(step, None) for step in range(batch, steps, period)) / 400 for batch in range(period)]
     assert max(abs(share - 1 / every) for share in shares) < 0.02
 
 
@@ -88,13 +90,35 @@ def test_a_loss_that_needs_a_row_for_each_example_gets_it():
     results = []
     for read in (lambda shift: shift[:, None], lambda shift: shift[..., None]):
         problem, batch = linear(1, read)
-        solver = Solver(problem, method=CenteredSTN(), inner_optimizer=sgd(0.05))
+        solver = Solver(problem, method=CenteredSTN(response_every=2), inner_optimizer=sgd(0.05))
         for _ in range(5):
             solver.inner_step(batch)
         assert solver.response._needs_rows == (not results)
         results.append([*solver.params.values(), *theta_of(solver)])
     for one, other in zip(*results, strict=True):
         assert_equal(one, other)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("optimizer", "every"),
+    [
+        (torch.optim.Adam, 2),
+        (partial(torch.optim.AdamW, lr=1e-3), 2),
+        (torch.optim.RMSprop, 2),
+        (sgd(0.1), 1),
+        (torch.optim.Rprop, 1),
+    ],
+)
+def test_by_default_the_optimizer_of_the_response_decides(method, optimizer, every):
+    """That of the weights does not matter. SGD, which learns slowly, is spared no step."""
+    for inner, response in ((optimizer, None), (sgd(0.1), optimizer), (torch.optim.Adam, optimizer)):
+        solver = Solver(problem_of(Net()), method=method(), inner_optimizer=inner, response_optimizer=response)
+        for step in range(4):
+            theta, chosen = theta_of(solver), method(response_every=every).bind(solver.problem).learns(step, None)
+            solver.inner_step(batch_of(6, step))
+            moved = any(not torch.equal(a, b) for a, b in zip(theta, theta_of(solver), strict=True))
+            assert moved == chosen
 
 
 def test_one_loss_for_both_parts_is_learned_at_every_step():
@@ -111,10 +135,10 @@ def test_accumulated_batches_spare_the_response_as_one_does():
         theta = theta_of(solver)
         solver.inner_step(batch_of(6, step), batch_of(4, step + 9))
         moved = any(not torch.equal(a, b) for a, b in zip(theta, theta_of(solver), strict=True))
-        assert moved == solver.response.learns(step)
+        assert moved == solver.response.learns(step, solver.optimizers["response"])
 
 
-@pytest.mark.parametrize("every", [0, -1, 1.5, True, None])
+@pytest.mark.parametrize("every", [0, -1, 1.5, True])
 def test_what_is_no_number_of_steps_is_refused(every):
     with pytest.raises((ValueError, TypeError), match=r"DeltaSTN: response_every must be"):
         DeltaSTN(response_every=every)
