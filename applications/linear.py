@@ -48,9 +48,9 @@ SCALE = 1.0
 INNER_STEPS = 10
 METHODS: dict[str, bilevel.Method] = {
     "stn": bilevel.STN(scale=SCALE, structure="dense"),
-    "reparam_stn": bilevel.CenteredSTN(scale=SCALE, structure="dense", objective="stn", response_every=1),
-    "centered_stn": bilevel.CenteredSTN(scale=SCALE, structure="dense", control=False, response_every=1),
-    "delta_stn_paper": bilevel.DeltaSTN(scale=SCALE, structure="dense", control=False, response_every=1),
+    "reparam_stn": bilevel.CenteredSTN(scale=SCALE, structure="dense", objective="stn"),
+    "centered_stn": bilevel.CenteredSTN(scale=SCALE, structure="dense", control=False),
+    "delta_stn_paper": bilevel.DeltaSTN(scale=SCALE, structure="dense", control=False),
     "delta_stn": bilevel.DeltaSTN(structure="dense"),
     # The curvature of many layers has only as many directions as there are features: damped, and stopped in time.
     "implicit_cg": bilevel.Implicit(bilevel.CG(max_steps=50, damping=1e-6), curvature="gauss_newton"),

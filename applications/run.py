@@ -202,8 +202,6 @@ def method_of(name: str, settings: Settings) -> bilevel.Method:
     if name in FIXED:
         return Fixed(settings.scale if name == "fixed_noise" else 0.0)
     method = bilevel.METHODS[name]
-    if isinstance(method, bilevel.CenteredSTN):  # whose response learns at every step in the paper
-        method = dataclasses.replace(method, response_every=1)
     if isinstance(method, bilevel.STN | bilevel.CenteredSTN | bilevel.DeltaSTN):
         return dataclasses.replace(method, scale=settings.scale, entropy=settings.entropy)
     return method

@@ -90,7 +90,7 @@ CONFIGS: dict[str, Config] = {
     "plain_gate": {"method": lambda: DELTA(control=False)},
     "rows_pairs": {"method": lambda: DELTA(structure="rowwise")},
     "per_batch": {"method": lambda: DELTA(perturb="batch")},
-    **{f"every_{steps}": {"method": lambda steps=steps: DELTA(response_every=steps)} for steps in (1, 3)},
+    **{f"every_{steps}": {"method": lambda steps=steps: DELTA(response_every=steps)} for steps in (2, 3)},
     # Two things at once.
     "valid_x4_pairs": {"valid_batch": 4, "method": lambda: DELTA(antithetic=True)},
     "inner_2_pairs": {"inner_steps": 2, "method": lambda: DELTA(antithetic=True)},

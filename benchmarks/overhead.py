@@ -35,7 +35,7 @@ METHODS = {
     "centered_stn": bilevel.CenteredSTN(),
     "delta_stn": bilevel.DeltaSTN(),
     "  pairs": bilevel.DeltaSTN(antithetic=True),
-    "  paper": bilevel.DeltaSTN(structure="rowwise", control=False, response_every=1),
+    "  paper": bilevel.DeltaSTN(structure="rowwise", control=False),
     "  rows, pairs": bilevel.DeltaSTN(structure="rowwise", antithetic=True),
 }
 

@@ -56,23 +56,22 @@ Batch = tuple[Tensor, Tensor]
 Curves = dict[str, dict[float, float]]
 QUICK = ("mlp", "classifier")
 FACTORS = ("classifier", "transformer")
-DEFAULT = "gate + control"
-DELTA = partial(bilevel.DeltaSTN, response_every=1)
+DEFAULT = "gate + control (default)"
 VARIANTS: dict[str, tuple[str, Callable[..., bilevel.Method]]] = {
-    "delta, paper": ("rowwise", partial(DELTA, structure="rowwise", control=False)),
-    "rows + pairs": ("rowwise", partial(DELTA, structure="rowwise", antithetic=True)),
+    "delta, paper": ("rowwise", partial(bilevel.DeltaSTN, structure="rowwise", control=False)),
+    "rows + pairs": ("rowwise", partial(bilevel.DeltaSTN, structure="rowwise", antithetic=True)),
     "rows + pairs, half of examples": (
         "rowwise",
-        partial(variants.Thrifty, structure="rowwise", response_every=1, share=0.5),
+        partial(variants.Thrifty, structure="rowwise", share=0.5),
     ),
-    "gate, plain": ("gate", partial(DELTA, control=False)),
-    DEFAULT: ("gate", DELTA),
-    "gate + pairs": ("gate", partial(DELTA, antithetic=True)),
-    "gate + pairs, half of examples": ("gate", partial(variants.Thrifty, response_every=1, share=0.5)),
-    "gate + pairs, every 2nd step": ("gate", partial(bilevel.DeltaSTN, antithetic=True)),
-    "gate + control, per batch": ("gate", partial(DELTA, perturb="batch")),
-    "dense + control": ("dense", partial(DELTA, structure="dense")),
-    "centered_stn": ("gate", partial(bilevel.CenteredSTN, response_every=1)),
+    "gate, plain": ("gate", partial(bilevel.DeltaSTN, control=False)),
+    DEFAULT: ("gate", bilevel.DeltaSTN),
+    "gate + pairs": ("gate", partial(bilevel.DeltaSTN, antithetic=True)),
+    "gate + pairs, half of examples": ("gate", partial(variants.Thrifty, share=0.5)),
+    "gate + pairs, every 2nd step": ("gate", partial(bilevel.DeltaSTN, antithetic=True, response_every=2)),
+    "gate + control, per batch": ("gate", partial(bilevel.DeltaSTN, perturb="batch")),
+    "dense + control": ("dense", partial(bilevel.DeltaSTN, structure="dense")),
+    "centered_stn": ("gate", bilevel.CenteredSTN),
     "stn, gate": ("gate", partial(bilevel.STN, structure="gate")),
 }
 MAIN = ("delta, paper", "rows + pairs", "gate, plain", DEFAULT)

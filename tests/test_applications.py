@@ -319,11 +319,11 @@ def test_random_search_starts_at_the_start_and_keeps_the_best_trial(monkeypatch)
     assert 1e-6 <= decays.min() < decays.max() <= 1e-1
 
 
-def test_random_search_gets_at_least_the_compute_of_delta_stn():
+def test_random_search_gets_the_compute_of_delta_stn():
     pytest.importorskip("sklearn")
     costs = demo.costs()
     assert [*costs] == [*demo.METHODS]
-    assert 0.5 * costs["random search"] < costs["delta_stn"] <= costs["random search"]
+    assert 0.8 * costs["random search"] < costs["delta_stn"] <= costs["random search"]
 
 
 def test_labels_of_lines_do_not_overlap():

@@ -114,8 +114,7 @@ class TestCounting:
     @pytest.mark.parametrize("method", ["centered_stn", "delta_stn", "stn"])
     def test_the_warm_up_perturbs_but_moves_neither_hyperparameters_nor_scale(self, method):
         log = []
-        often = {} if method == "stn" else {"response_every": 1}
-        settings = type(bilevel.METHODS[method])(entropy=1e-2, **often)
+        settings = type(bilevel.METHODS[method])(entropy=1e-2)
         problem = make_problem(inner_loss=recording(inner_loss, log, "inner"))
         solution = solve(problem, method=settings, warmup=3, steps=5)
         history = solution.history
@@ -293,7 +292,7 @@ class TestEvaluation:
             steps=12,
             evaluate_every=2,
             callbacks=[snapshot],
-            inner_scheduler=partial(lr_scheduler.LambdaLR, lr_lambda=lambda round_: 1.0 if round_ < 6 else 1000.0),
+            inner_scheduler=partial(lr_scheduler.LambdaLR, lr_lambda=lambda round_: 1.0 if round_ < 6 else 500.0),
             inner_clip=1.0,
         )
         losses = solution.history["validation_loss"]

@@ -75,13 +75,13 @@ class Centered(Hypernetwork):
             algorithm, with other random numbers in each pass.
         response_every: Train :math:`\Theta` at one of so many inner steps; the weights learn at each. The others cost
             about as much as a step of plain training. Which one it is differs, so that no batch is left out where they
-            come in a fixed order. None is 2 where the optimizer of the response is one of ``ADAPTIVE``, such as Adam,
-            and 1 otherwise: plain SGD learns slowly enough as it is.
+            come in a fixed order. None, as in :func:`bilevel.tune`, is 2 where the optimizer of the response is one of
+            ``ADAPTIVE``, such as Adam, and 1 otherwise: plain SGD learns slowly enough as it is.
     """
 
     antithetic: bool | None = None
     control: bool | None = None
-    response_every: int | None = None
+    response_every: int | None = 1
 
     @override
     def __post_init__(self) -> None:

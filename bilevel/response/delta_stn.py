@@ -46,8 +46,8 @@ class DeltaSTN(Centered):
         r"""The algorithm of the paper, ``alg:dstn-training``; also under the name ``"delta_stn_paper"``.
 
         Responses by rows with a learned direction, one perturbation per example of a network, other random numbers in
-        each pass, no control variate and no pairs, :math:`\sigma` learned, and the response trained at every step. The
-        paper does not say where :math:`\mathbf{R}` starts. Its code draws it; here it starts at :math:`\mathbf{W}`.
+        each pass, no control variate and no pairs, :math:`\sigma` learned. The paper does not say where
+        :math:`\mathbf{R}` starts. Its code draws it; here it starts at :math:`\mathbf{W}`.
 
         Args:
             scale: As in :class:`DeltaSTN`.
@@ -57,13 +57,7 @@ class DeltaSTN(Centered):
             Settings.
         """
         return cls(
-            scale=scale,
-            entropy=entropy,
-            perturb_outer=True,
-            structure="rowwise",
-            antithetic=False,
-            control=False,
-            response_every=1,
+            scale=scale, entropy=entropy, perturb_outer=True, structure="rowwise", antithetic=False, control=False
         )
 
     @override

@@ -73,7 +73,7 @@ def learn(**settings):
     """The relative error of the learned response, after every tenth step."""
     solver = bilevel.Solver(
         problem,
-        method=bilevel.DeltaSTN(response_every=1, **settings),
+        method=bilevel.DeltaSTN(**settings),
         inner_optimizer=lambda params: torch.optim.SGD(params, lr=0.0),
         response_optimizer=lambda params: torch.optim.Adam(params, lr=5e-3),
     )
@@ -90,7 +90,7 @@ def learn(**settings):
 ways = {
     "plain": {"control": False},
     "pairs ±ε": {"antithetic": True},
-    "control variate": {},
+    "control variate (default)": {},
 }
 found = {
     scale: {name: learn(scale=scale, **way) for name, way in ways.items()}

@@ -141,8 +141,6 @@ def test_a_batch_starts_where_the_last_evaluation_of_the_batch_before_ended(meth
     net, text = network(), Streams(random_tokens(60), streams=3, length=6, end=0)
     inner, outer = Spy(training_loss), Spy(validation_loss)
     stated = bilevel.Problem(net, inner_loss=inner, outer_loss=outer, hyper=problem(net).space.hyper)
-    every = {} if method == "stn" else {"response_every": 1}
-    method = dataclasses.replace(bilevel.METHODS[method], **every)
     solver = bilevel.Solver(stated, method=method, inner_optimizer=partial(torch.optim.SGD, lr=0.1))
     for train, valid in islice(zip(text, text, strict=True), 3):
         solver.inner_step(train)

@@ -226,7 +226,7 @@ def draws() -> Any:
     batch = (torch.randn(4, 3), torch.tensor([0, 1, 0, 1]))
     found = []
     for settings in ({}, {"perturb": "batch", "entropy": 1e-2}):
-        solver = bilevel.Solver(problem, method=bilevel.DeltaSTN(response_every=1, **settings))
+        solver = bilevel.Solver(problem, method=bilevel.DeltaSTN(**settings))
         start = {name: value.clone() for name, value in solver.params.items()}
         solver.inner_step(batch)  # with its checks
         seen["rows"].clear()

@@ -309,7 +309,7 @@ def test_the_passes_of_a_step_draw_the_same_masks(less, autocast, batches):
                 return (model(x).float() - batch[1]).square().mean(1) + hyper["decay"] * bilevel.l2(model.params)
 
         problem = Problem(nn.Linear(6, 2), inner_loss=loss, outer_loss=loss, hyper={"decay": bilevel.positive(0.1)})
-        solver = Solver(problem, method=DeltaSTN(response_every=1, **settings), inner_optimizer=sgd(0.01))
+        solver = Solver(problem, method=DeltaSTN(**settings), inner_optimizer=sgd(0.01))
         data = [(torch.randn(4, 6), torch.randn(4, 2)) for _ in range(batches)]
         solver.inner_step(*data)
         masks.clear()

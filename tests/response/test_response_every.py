@@ -54,13 +54,14 @@ def test_batches_in_a_fixed_order_train_the_response_equally_often(every, period
 
 def test_a_run_goes_on_in_the_middle():
     """Whether the next step is one of the response is part of the state."""
-    solvers = [Solver(problem_of(Net()), seed=4) for _ in range(2)]
+    method = DeltaSTN(response_every=2)
+    solvers = [Solver(problem_of(Net()), method=method, seed=4) for _ in range(2)]
     batches = [batch_of(6, seed) for seed in range(6)]
     for batch in batches:
         solvers[0].inner_step(batch)
     for batch in batches[:3]:
         solvers[1].inner_step(batch)
-    resumed = Solver(problem_of(Net()), seed=4)
+    resumed = Solver(problem_of(Net()), method=method, seed=4)
     resumed.load_state_dict(solvers[1].state_dict())
     for batch in batches[3:]:
         resumed.inner_step(batch)
@@ -110,12 +111,14 @@ def test_a_loss_that_needs_a_row_for_each_example_gets_it():
         (torch.optim.Rprop, 1),
     ],
 )
-def test_by_default_the_optimizer_of_the_response_decides(method, optimizer, every):
+def test_with_none_the_optimizer_of_the_response_decides(method, optimizer, every):
     """That of the weights does not matter. SGD, which learns slowly, is spared no step."""
     for inner, response in ((optimizer, None), (sgd(0.1), optimizer), (torch.optim.Adam, optimizer)):
-        solver = Solver(problem_of(Net()), method=method(), inner_optimizer=inner, response_optimizer=response)
+        solver = Solver(
+            problem_of(Net()), method=method(response_every=None), inner_optimizer=inner, response_optimizer=response
+        )
         for step in range(4):
-            theta, chosen = theta_of(solver), method(response_every=every).bind(solver.problem).learns(step, None)
+            theta, chosen = theta_of(solver), method(response_every=every).bind(problem_of(Net())).learns(step, None)
             solver.inner_step(batch_of(6, step))
             moved = any(not torch.equal(a, b) for a, b in zip(theta, theta_of(solver), strict=True))
             assert moved == chosen
@@ -130,7 +133,7 @@ def test_one_loss_for_both_parts_is_learned_at_every_step():
 
 
 def test_accumulated_batches_spare_the_response_as_one_does():
-    solver = Solver(problem_of(Net()))
+    solver = Solver(problem_of(Net()), method=DeltaSTN(response_every=2))
     for step in range(2):
         theta = theta_of(solver)
         solver.inner_step(batch_of(6, step), batch_of(4, step + 9))
@@ -144,5 +147,5 @@ def test_what_is_no_number_of_steps_is_refused(every):
         DeltaSTN(response_every=every)
 
 
-def test_the_paper_trains_it_at_every_step():
-    assert DeltaSTN.paper().response_every == 1
+def test_by_default_and_in_the_paper_it_learns_at_every_step():
+    assert {DeltaSTN().response_every, CenteredSTN().response_every, DeltaSTN.paper().response_every} == {1}

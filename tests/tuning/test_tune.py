@@ -96,6 +96,24 @@ def test_the_mlp_on_digits(tmp_path):
     assert result.report(tmp_path / "run.html").stat().st_size > 1000
 
 
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [(None, bilevel.DeltaSTN(response_every=None)), ("delta_stn", bilevel.DeltaSTN()), ("stn", bilevel.STN())],
+)
+def test_it_spares_the_response_steps_unless_a_method_is_given(method, expected):
+    """And only with an optimizer that learns it fast."""
+    data = [(torch.randn(8, 3), torch.randn(8, 1))] * 4
+    for optimizer, spares in ((partial(torch.optim.Adam, lr=1e-3), True), (partial(torch.optim.SGD, lr=1e-3), False)):
+        options = {} if method is None else {"method": method}
+        result = bilevel.tune(
+            nn.Linear(3, 1), data, data[:2], loss=nn.MSELoss(), optimizer=optimizer, steps=2, progress=False, **options
+        )
+        solver = result.solver
+        assert solver.method == expected
+        learns = [solver.response.learns(step, solver.optimizers["response"]) for step in range(10)]
+        assert sum(learns) == (5 if method is None and spares else 10)
+
+
 def test_a_resnet_with_batch_norm():
     train, valid = loaders(features=(3, 8, 8), classes=10)
     net = ResNet18()
