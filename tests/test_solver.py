@@ -612,6 +612,50 @@ def test_what_the_user_puts_around_a_step_of_an_optimizer_is_called(kind, way, m
     assert calls == ["step"]
 
 
+class Around(torch.optim.Optimizer):
+    """Passes on to another optimizer, as those of other libraries do, without a memory or hooks of its own."""
+
+    def __init__(self, inner):
+        self.inner, self.calls = inner, 0
+
+    param_groups = property(lambda self: self.inner.param_groups)
+    state = property(lambda self: self.inner.state)
+    defaults = property(lambda self: self.inner.defaults)
+
+    def state_dict(self):
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state):
+        self.inner.load_state_dict(state)
+
+    def step(self, closure=None):
+        self.calls += 1
+        self.inner.step()
+
+
+class Callable:
+    """What is called like a function, and is none."""
+
+    def __init__(self, function):
+        self.function = function
+
+    def __call__(self, optimizer, closure=None):
+        return self.function(optimizer)
+
+
+def test_optimizers_that_pass_on_to_another_one_are_called():
+    made = make_solver(outer_optimizer=lambda params: Around(torch.optim.SGD(params, lr=0.1)))
+    same = make_solver(outer_optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
+    odd = type("Odd", (torch.optim.SGD,), {"step": Callable(torch.optim.SGD.step)})
+    other = make_solver(outer_optimizer=lambda params: odd(params, lr=0.1))
+    for solver in (made, same, other):
+        solver.inner_step(BATCH)
+        solver.outer_step(BATCH, BATCH)
+    assert made.optimizers["hyper"].calls == 1
+    assert torch.equal(made.vector, same.vector)
+    assert torch.equal(other.vector, same.vector)
+
+
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
 def test_updates_in_one_pass_are_those_of_the_formula(kind):
     """Also of a gradient that lies in memory in another order than its weight, as that of ``w.T`` does."""

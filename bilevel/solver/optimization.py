@@ -250,20 +250,24 @@ def _step(optimizer: Optimizer) -> None:
     They are for hooks, for the profiler and for differentiable steps. A scheduler puts one on the optimizer itself.
     """
     bare = None if "step" in vars(optimizer) else _bare(type(optimizer).step)
-    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, *GLOBAL_HOOKS)
-    differentiable = optimizer.defaults.get("differentiable", True)
-    if bare is None or any(hooks) or differentiable or torch._C._autograd._profiler_enabled():
+    if bare is None or _is_watched(optimizer) or optimizer.defaults.get("differentiable", True):
         optimizer.step()
         return
     with torch.no_grad():
         bare(optimizer)
 
 
+def _is_watched(optimizer: Optimizer) -> bool:
+    """Whether hooks or the profiler want to know of a step."""
+    hooks = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks, *GLOBAL_HOOKS)
+    return any(hooks) or torch._C._autograd._profiler_enabled()
+
+
 @cache
 def _bare(step: Callable[..., Any]) -> Callable[[Optimizer], Any] | None:
     """The function inside the wrappers of ``torch.optim``; None if it is wrapped, or made, by somebody else."""
     while True:
-        if not step.__globals__["__name__"].startswith("torch.optim."):
+        if not getattr(step, "__globals__", {}).get("__name__", "").startswith("torch.optim."):
             return None
         if not hasattr(step, "__wrapped__"):
             return step
