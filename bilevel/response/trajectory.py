@@ -30,7 +30,7 @@ class Trajectory:
         step: Makes one.
         compiled: ``step.record`` or ``step.push``, compiled, to make the steps with; None makes them uncompiled.
         losses: The inner loss at every step so far.
-        numbers: What :class:`Made` calls norms, for every step.
+        numbers: What ``Made`` calls norms, for every step.
         aux: What the inner loss last returned beside its value.
     """
 
